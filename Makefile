@@ -1,0 +1,33 @@
+# Two commands for a newcomer: `make run` trains the miniature, `make test` checks the house.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: run test lint setup prove-miniature clean
+
+run: $(STAMP)  ## install, then train the miniature on real text (about 6 minutes on two cores)
+	@$(BIN)/noon run experiments/miniature.py
+
+test: $(STAMP) lint  ## lint, storeys, tests (at most 4 minutes)
+	@$(BIN)/python -m pytest -n 2
+
+lint: $(STAMP)
+	@$(BIN)/ruff check noonsight experiments tests proofs
+	@$(BIN)/ruff format --check noonsight experiments tests proofs
+	@$(BIN)/lint-imports --no-cache | tail -n 6
+
+setup: $(STAMP)  ## make the environment only
+
+prove-miniature: $(STAMP)  ## five seeds of the whole voyage and everything issue 2 wants; writes proofs/miniature.json (45 minutes)
+	@$(BIN)/python -m proofs.miniature
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "noonsight needs Python 3.11 or newer; $(PYTHON) is %d.%d. What to do: make run PYTHON=python3.11" % v[:2])'
+	@echo "making the environment in $(VENV) (once; needs the network)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $(STAMP)
+
+clean:  ## remove the environment; results in voyages/ stay
+	rm -rf $(VENV)

@@ -1,0 +1,304 @@
+"""From literals to stages: curate, pretrain, forecast, evaluate, settle, export, sample.
+
+Everything given here is *what* (identity) except `placement`, which is *where*. A default is the value that the miniature uses;
+a change is `dataclasses.replace` on a config or another argument in the experiment file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from noonsight.corpus import dedup, domains, quality, select, sources
+from noonsight.logbook.record import Fault, Placement
+from noonsight.model.config import ModelConfig
+from noonsight.model.count import count
+from noonsight.plan.stage import Experiment, Stage
+from noonsight.recipe import measuring, pretraining, publishing
+from noonsight.scaling import forecast as forecasting
+from noonsight.scaling import register, transfer
+from noonsight.scaling.ladder import Rung
+from noonsight.tokens import mixture, store, tokenizer
+from noonsight.train.config import OptimizerConfig, PretrainConfig
+
+__all__ = [
+    "Corpus",
+    "Experiment",
+    "Fault",
+    "Placement",
+    "Stage",
+    "curate",
+    "evaluate",
+    "export",
+    "forecast",
+    "pretrain",
+    "sample",
+    "settle",
+    "text_folders",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The stages from text to batches; `stages` lists them in order."""
+
+    documents: Stage
+    duplicates: Stage
+    quality: Stage
+    domains: Stage
+    select: Stage
+    tokenizer: Stage
+    store: Stage
+    mixture: Stage
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """All of them, in running order."""
+        return (self.documents, self.duplicates, self.quality, self.domains, self.select, self.tokenizer, self.store, self.mixture)
+
+
+def text_folders(folder: str | Path, *, kinds: Mapping[str, str] | None = None) -> dict[str, tuple[Path, str, str]]:
+    """Name -> (folder, kind, licence): one source per sub-folder, or one for all when files lie in `folder` itself.
+
+    `kinds` gives the kind of a source ("prose" where it says nothing). The licence is the first line of its LICENCE.md.
+    Raises FileNotFoundError when the folder does not exist.
+    """
+    folder = Path(folder).expanduser().resolve()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the text folder {folder} does not exist. Give text_folders() a folder of plain text files.")
+    files = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+    below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    whole = bool(files) or not below
+    kinds = dict(kinds or {})
+    return {path.name: (path, kinds.get(path.name, "prose"), _licence(path)) for path in ([folder] if whole else below)}
+
+
+def curate(
+    folders: Mapping[str, tuple[Path, str, str]],
+    *,
+    vocab_size: int = 4096,
+    version: str = "1",
+    selection: select.SelectConfig | None = None,
+    duplicates: dedup.DuplicatesConfig | None = None,
+    mix: mixture.MixtureConfig | None = None,
+    on_bad: Literal["stop", "skip"] = "stop",
+) -> Corpus:
+    """Text folders (as `text_folders` returns them) to documents, judgements, a choice, tokens and a mixture.
+
+    `on_bad` says what happens at a file that is not text: stop and name it, or skip it and count it.
+    """
+    scanned = tuple(
+        sources.scan(path, name=name, kind=kind, licence=licence) for name, (path, kind, licence) in sorted(folders.items())
+    )
+    documents = Stage(
+        name="documents",
+        version=version,
+        function=sources.collect,
+        config=sources.CollectConfig(sources=scanned, on_bad=on_bad),
+        placement=Placement(locations={name: str(path) for name, (path, _, _) in folders.items()}),
+        sentence="Read the text and cut it into documents.",
+    )
+    given = {"documents": documents}
+    copies = Stage(
+        name="duplicates",
+        version=version,
+        function=dedup.find_duplicates,
+        config=duplicates or dedup.DuplicatesConfig(),
+        inputs=given,
+        sentence="Find exact and near copies, each proven against a kept document.",
+    )
+    judged = Stage(
+        name="quality",
+        version=version,
+        function=quality.judge,
+        config=quality.QualityConfig(),
+        inputs=given,
+        sentence="Apply the rules and grade every document from 0 to 4.",
+    )
+    grouped = Stage(
+        name="domains",
+        version=version,
+        function=domains.assign,
+        config=domains.DomainsConfig(),
+        inputs=given,
+        sentence="Group the documents by what they are about.",
+    )
+    chosen = Stage(
+        name="select",
+        version=version,
+        function=select.select,
+        config=selection or select.SelectConfig(),
+        inputs={**given, "duplicates": copies, "quality": judged, "domains": grouped},
+        sentence="Hold out a test set, then decide which documents train; every decision has its reason.",
+    )
+    vocabulary = Stage(
+        name="tokenizer",
+        version=version,
+        function=tokenizer.train_tokenizer,
+        config=tokenizer.TokenizerConfig(vocab_size=vocab_size),
+        inputs={**given, "select": chosen},
+        sentence="Learn the vocabulary from the training text alone.",
+    )
+    tokens = Stage(
+        name="store",
+        version=version,
+        function=store.build_store,
+        config=store.StoreConfig(),
+        inputs={**given, "select": chosen, "tokenizer": vocabulary},
+        sentence="Write the documents as tokens, with the way back to the text.",
+    )
+    mixed = Stage(
+        name="mixture",
+        version=version,
+        function=mixture.plan_mixture,
+        config=mix or mixture.MixtureConfig(),
+        inputs={"store": tokens},
+        sentence="Say how much of each cell is served, and when.",
+    )
+    return Corpus(
+        documents=documents,
+        duplicates=copies,
+        quality=judged,
+        domains=grouped,
+        select=chosen,
+        tokenizer=vocabulary,
+        store=tokens,
+        mixture=mixed,
+    )
+
+
+def pretrain(
+    rung: Rung,
+    corpus: Corpus,
+    *,
+    model: ModelConfig,
+    seed: int,
+    beta2: float,
+    version: str = "1",
+    prediction: Stage | None = None,
+    placement: Placement | None = None,
+    evaluate_every: int = 0,
+    checkpoint_every: int = 0,
+    hash_every: int = 100,
+) -> Stage:
+    """One run of the hero recipe: rates by the transfer rule (`beta2` is declared), MuonH, a supervisor above the worker.
+
+    With `prediction` the run cannot start before that forecast is frozen. Raises ValueError when a rate sits on its clamp.
+    """
+    batch_tokens = rung.batch_size * rung.sequence_length
+    rates = transfer.declare(transfer.hero_rates(rung.num_steps * batch_tokens, rung.width, batch_tokens), beta2=beta2)
+    transfer.require_unclamped(rates, rung.name)
+    optimizer = OptimizerConfig(
+        adam_lr=rates.adam_lr,
+        matrix_lr=rates.matrix_lr,
+        beta1=rates.beta1,
+        beta2=rates.beta2,
+        epsilon=rates.epsilon,
+        momentum=rates.momentum,
+        newton_schulz="float32",
+        warmup_fraction=rates.warmup_fraction,
+        min_lr_fraction=rates.min_lr_fraction,
+    )
+    config = PretrainConfig(
+        model=model,
+        optimizer=optimizer,
+        num_steps=rung.num_steps,
+        batch_size=rung.batch_size,
+        sequence_length=rung.sequence_length,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        hash_every=hash_every,
+    )
+    inputs = {"store": corpus.store, "mixture": corpus.mixture}
+    if prediction is not None:
+        inputs["prediction"] = prediction
+    return Stage(
+        name=rung.name,
+        version=version,
+        function=pretraining.run,
+        config=config,
+        inputs=inputs,
+        sentence=f"Train width {rung.width} with {rung.num_layers} layers on {rung.num_steps * batch_tokens:,} tokens.",
+        resumable=True,
+        placement=placement or Placement(),
+        prediction="prediction" if prediction is not None else None,
+    )
+
+
+def forecast(rungs: Sequence[Stage], target: Rung, model: ModelConfig, *, version: str = "1", target_version: str = "1") -> Stage:
+    """The frozen forecast of the target's bits per byte, from finished rungs. `model` is the target's."""
+    counts = count(model)
+    tokens = target.num_steps * target.batch_size * target.sequence_length
+    config = forecasting.ForecastConfig(
+        run=f"{target.name}@{target_version}",
+        active_parameters=counts.active_parameters,
+        tokens=tokens,
+        train_flops=float(3 * counts.forward_flops_per_token * tokens),
+    )
+    return Stage(
+        name="forecast",
+        version=version,
+        function=forecasting.forecast,
+        config=config,
+        inputs={rung.name: rung for rung in rungs},
+        sentence=f"Predict the bits per byte of {target.name}, with an interval, before it runs.",
+    )
+
+
+def evaluate(run: Stage, corpus: Corpus, *, version: str = "1", batch_size: int = 16) -> Stage:
+    """Bits per byte of a finished run on the held-out documents, by domain."""
+    return Stage(
+        name="evaluate",
+        version=version,
+        function=measuring.run,
+        config=measuring.MeasureConfig(batch_size=batch_size),
+        inputs={"run": run, "store": corpus.store},
+        sentence="Measure bits per byte on held-out documents, by domain.",
+    )
+
+
+def settle(prediction: Stage, evaluation: Stage, run: Stage, *, version: str = "1") -> Stage:
+    """The verdict: the prediction held against the evaluation of the run it was about."""
+    return Stage(
+        name="verdict",
+        version=version,
+        function=register.verdict,
+        config=register.VerdictConfig(),
+        inputs={"prediction": prediction, "result": evaluation, "run": run},
+        sentence="Hold the result against the prediction.",
+    )
+
+
+def export(run: Stage, corpus: Corpus, *, version: str = "1") -> Stage:
+    """The final model in Hugging Face form, loaded again and proven equal."""
+    return Stage(
+        name="export",
+        version=version,
+        function=publishing.run_export,
+        config=publishing.ExportConfig(),
+        inputs={"run": run, "tokenizer": corpus.tokenizer, "store": corpus.store},
+        sentence="Write the model in Hugging Face form, load it again, prove that it is the same.",
+    )
+
+
+def sample(exported: Stage, prompts: Sequence[str], *, version: str = "1", max_tokens: int = 96, seed: int = 0) -> Stage:
+    """Continuations of `prompts` by the exported model."""
+    return Stage(
+        name="samples",
+        version=version,
+        function=publishing.run_samples,
+        config=publishing.SampleConfig(prompts=tuple(prompts), max_tokens=max_tokens, seed=seed),
+        inputs={"export": exported},
+        sentence="Let the exported model write.",
+    )
+
+
+def _licence(folder: Path) -> str:
+    note = folder / "LICENCE.md"
+    if not note.is_file():
+        return "not stated"
+    lines = [line.lstrip("# ").strip() for line in note.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return lines[0] if lines else "not stated"
