@@ -21,11 +21,12 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """One metric over steps: three tuples of equal length, ordered by step (all attempts: as written)."""
+    """One metric over steps: four tuples of equal length, ordered by step (all attempts: as written)."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
     attempts: tuple[int, ...]
+    at: tuple[str, ...]  # when it was written, ISO 8601 in UTC
 
 
 def run(out: Path) -> record.Run | None:
@@ -46,12 +47,11 @@ def metrics(out: Path, *, attempts: Literal["surviving", "all"] = "surviving") -
     rows = _lines(Path(out) / "metrics.jsonl", dict[str, Any])
     if attempts == "surviving":
         rows = _surviving(rows)
-    points: dict[str, list[tuple[int, float, int]]] = {}
+    points: dict[str, list[tuple[int, float, int, str]]] = {}
     for row in rows:
-        step, attempt = row.pop("step"), row.pop("attempt")
-        row.pop("at", None)
+        step, attempt, at = row.pop("step"), row.pop("attempt"), row.pop("at")
         for name, value in row.items():
-            points.setdefault(name, []).append((step, float(value), attempt))
+            points.setdefault(name, []).append((step, float(value), attempt, at))
     return {name: _series(found) for name, found in points.items()}
 
 
@@ -195,9 +195,9 @@ def _surviving(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(alive, key=lambda row: row["step"])
 
 
-def _series(points: list[tuple[int, float, int]]) -> Series:
-    steps, values, attempts = zip(*points)
-    return Series(steps=steps, values=values, attempts=attempts)
+def _series(points: list[tuple[int, float, int, str]]) -> Series:
+    steps, values, attempts, at = zip(*points)
+    return Series(steps=steps, values=values, attempts=attempts, at=at)
 
 
 def _glob(root: Path, pattern: str) -> list[Path]:

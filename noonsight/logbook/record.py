@@ -7,7 +7,7 @@ so that a typo is an error and not a silent default. Records hold facts only: no
 from __future__ import annotations
 
 import math
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
@@ -198,7 +198,7 @@ class CheckpointManifest(Record, kw_only=True):
 
 def now() -> str:
     """Current time as ISO 8601 in UTC with milliseconds."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def encode(value: Any) -> bytes:
