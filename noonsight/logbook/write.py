@@ -127,7 +127,7 @@ def append_line(path: Path, line: bytes) -> None:
         raise refusal("append to", path, error) from error
 
 
-def refusal(what: str, path: Path, error: OSError) -> LogbookError:
+def refusal(what: str, path: Path | str, error: OSError) -> LogbookError:
     """Turn an `OSError` of the file system into one message with a remedy; `what` is a verb such as "write"."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     closed = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)

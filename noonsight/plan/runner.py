@@ -109,10 +109,15 @@ class _Voyage:
         self._write("running")
         try:
             code = self._run_stages()
+            self._write("done" if code == DONE else "failed")
         except _Stopped:
             self._write("interrupted")
             raise
-        self._write("done" if code == DONE else "failed")
+        except (ValueError, Held):
+            self._write("failed")
+            if after is not None:
+                after(self.folder.parent)
+            raise
         if after is not None:
             after(self.folder.parent)
         return self._end(code)
@@ -152,13 +157,7 @@ class _Voyage:
                 continue
             if decision.reasons:
                 return self._say_moved({stage.address: decision})
-            label = f"[{index:>2}/{len(self.stages)}] {stage.name}"
-            try:
-                done = self._run_stage(stage, decision.run, label)
-            except (ValueError, OSError, Held) as error:
-                self.screen.say(f"{label} failed: {error}")
-                return FAILED
-            if not done:
+            if not self._run_stage(stage, decision.run, f"[{index:>2}/{len(self.stages)}] {stage.name}"):
                 return FAILED
         return DONE
 
@@ -182,6 +181,7 @@ class _Voyage:
             words = last.text if last is not None and last.phase == "done" and last.text else stage.sentence
             self.screen.say(f"{label}  {duration(time.monotonic() - began)}  {words}")
             return True
+        self._write("failed")  # a full disk speaks up here, once, instead of as the riddle it was to the stage
         self.screen.say(f"{label} failed: {_why(out, result, code)}")
         return False
 

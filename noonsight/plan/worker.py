@@ -10,7 +10,9 @@ or the runner is gone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import importlib
 import importlib.metadata
 import importlib.util
@@ -31,11 +33,12 @@ import xxhash
 
 from noonsight.logbook import read, record
 from noonsight.logbook.claim import Claim, claim
-from noonsight.logbook.write import Writer
+from noonsight.logbook.write import LogbookError, Writer, refusal
 from noonsight.plan.fingerprint import EXPERIMENT_MODULE, rebuild
 
 PARENT = "NOONSIGHT_PARENT"  # environment variable: pid of the runner
 KEPT = {"record.json", "events.jsonl", "metrics.jsonl", "progress.jsonl", "stage.json", "placement.json", "stderr.txt"}
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -133,7 +136,10 @@ def _work(out: Path, job: Job, mine: Claim) -> int:
             raise TypeError(f"{run.function} returned {type(artifact).__name__}; a stage returns Artifact(facts=...)")
         result: dict[str, Any] = {"status": "done", "facts": artifact.facts, "files": _hash_files(out)}
     except (Exception, SystemExit) as error:
-        (out / "error.txt").write_text(traceback.format_exc())
+        with contextlib.suppress(OSError):  # a full disk must not hide what failed
+            (out / "error.txt").write_text(traceback.format_exc())
+        if isinstance(error, OSError) and error.errno in DISK and not isinstance(error, LogbookError):
+            error = refusal("write", error.filename or out, error)
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         result = {"status": "failed", "error": message}
         writer.event("failed", message)
