@@ -26,7 +26,7 @@ from noonsight.logbook.claim import Held, claim
 from noonsight.logbook.write import write_atomic
 from noonsight.plan.child import run_worker
 from noonsight.plan.decide import Decision, Plan
-from noonsight.plan.screen import Screen, duration
+from noonsight.plan.screen import Screen, clip, duration
 from noonsight.plan.stage import Experiment, Stage
 from noonsight.plan.worker import Job, load_experiment_module
 
@@ -179,7 +179,7 @@ class _Voyage:
         if code == 0 and result is not None and result.status == "done":
             last = read.last_progress(out)
             words = last.text if last is not None and last.phase == "done" and last.text else stage.sentence
-            self.screen.say(f"{label}  {duration(time.monotonic() - began)}  {words}")
+            self.screen.say(clip(f"{label}  {duration(time.monotonic() - began)}  {words}"))
             return True
         self._write("failed")  # a full disk speaks up here, once, instead of as the riddle it was to the stage
         self.screen.say(f"{label} failed: {_why(out, result, code)}")

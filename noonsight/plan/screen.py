@@ -28,11 +28,12 @@ class Screen:
         self._start = self._due = 0.0
 
     def say(self, text: str) -> None:
-        """Print `text`, each line clipped to the width."""
+        """Print `text`; lines wider than a terminal go on below, indented. Nothing of a message is lost."""
         if self._live:
             self.stream.write("\r\x1b[K")
         for line in text.splitlines() or [""]:
-            self.stream.write(clip(line) + "\n")
+            indent = " " * (len(line) - len(line.lstrip()))
+            self.stream.write(_wrap(line.lstrip(), indent, indent + "  ") + "\n")
         self.stream.flush()
 
     def graph(self, stages: list[Stage], done: set[str]) -> None:
@@ -44,7 +45,7 @@ class Screen:
         for stage in stages:
             levels[depth[stage.address]].append(stage.name + ("✓" if stage.address in done else ""))
         text = " > ".join(", ".join(level) for level in levels)
-        self.say(textwrap.fill(text, COLUMNS, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
+        self.say(_wrap(text, "  ", "  "))
 
     def begin(self) -> None:
         """A stage starts now."""
@@ -57,7 +58,7 @@ class Screen:
         line = f"{label}  {describe(beat, elapsed)}"
         if elapsed >= self._due:
             self._due += min(self._due, LONGEST_S)
-            self.say(line)
+            self.say(clip(line))
         elif self._live:
             self.stream.write("\r\x1b[K" + clip(line))
             self.stream.flush()
@@ -88,6 +89,12 @@ def duration(seconds: float) -> str:
         if whole < size * (60 if size < 3600 else 24) or unit == "d":
             return f"{whole // size} {unit} {whole % size // smaller:02d} {below}"
     raise AssertionError
+
+
+def _wrap(text: str, first: str, rest: str) -> str:
+    return textwrap.fill(
+        text, COLUMNS, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def clip(line: str) -> str:

@@ -140,7 +140,8 @@ def _work(out: Path, job: Job, mine: Claim) -> int:
             (out / "error.txt").write_text(traceback.format_exc())
         if isinstance(error, OSError) and error.errno in DISK and not isinstance(error, LogbookError):
             error = refusal("write", error.filename or out, error)
-        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        kind = type(error).__name__
+        message = str(error) if isinstance(error, LogbookError) else f"{kind}: {error}" if str(error) else kind
         result = {"status": "failed", "error": message}
         writer.event("failed", message)
     seconds = round(before_s + time.monotonic() - start, 3)
