@@ -1,0 +1,81 @@
+"""Starting, watching and ending the process of a stage. Nothing that is started here outlives the call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import noonsight
+from noonsight.logbook import read, record
+from noonsight.logbook.write import refusal
+from noonsight.plan.screen import Screen
+from noonsight.plan.worker import PARENT
+
+GRACE_S = 5.0  # between asking a stage to stop and killing it
+
+
+def run_worker(out: Path, root: Path, placement: record.Placement, screen: Screen, label: str) -> int:
+    """Run the worker of the folder `out` to its end and return its exit code (negative: the signal that killed it).
+
+    What it prints goes to `out/stderr.txt`; its heartbeats go to the screen. When this returns or raises, no process
+    of the worker's group is left. Raises `LogbookError` when the disk refuses.
+    """
+    try:
+        errors = open(out / "stderr.txt", "wb")
+    except OSError as error:
+        raise refusal("write", out / "stderr.txt", error) from error
+    started = record.now()
+    with errors:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "noonsight.plan.worker", str(out)],
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            env=environment(root, placement),
+            start_new_session=True,  # Ctrl-C reaches the runner alone, which then stops the group in order
+        )
+    try:
+        screen.begin()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(timeout=0.2)
+            beat = read.last_progress(out)
+            screen.progress(label, beat if beat is not None and beat.at >= started else None)
+    finally:
+        _end_group(child)
+
+
+def environment(root: Path, placement: record.Placement) -> dict[str, str]:
+    """Environment of a worker: huge pages, one compilation cache per root, as many devices as the placement says."""
+    given = dict(os.environ)
+    source = str(Path(noonsight.__file__).parent.parent)
+    flags = [flag for flag in given.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    tunables = [each for each in (given.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1") if each]
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        **given,
+        "JAX_COMPILATION_CACHE_DIR": str(root / ".cache" / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "GLIBC_TUNABLES": ":".join(tunables),
+        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={placement.num_devices}"]),
+        "PYTHONPATH": os.pathsep.join([source, *([given["PYTHONPATH"]] if given.get("PYTHONPATH") else [])]),
+        PARENT: str(os.getpid()),
+        **placement.environment,
+    }
+
+
+def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, kill. The guard in the group keeps the group's number from being given to anyone else meanwhile."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=GRACE_S)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
