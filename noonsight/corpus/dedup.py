@@ -1,9 +1,10 @@
 """Duplicates: exact by normalised text, fuzzy by a proposal that an exact containment check decides.
 
 Fuzzy duplicates are stars: documents are visited from the longest to the shortest, and one is marked only if a *named
-retained* document contains enough of its distinct word shingles. Nothing is closed transitively, so a chain of similar
-documents never collapses (Marin, issues #6851 and #6854, lost whole sources that way). Containment of A in B is
-|A n B| / |A|. Shingles that many documents share are a template: a document with a body of its own must share that too.
+retained* document contains enough of its distinct word shingles. Nothing is closed transitively, so a chain of
+similar documents never collapses (Marin, issues #6851 and #6854, lost whole sources that way). Containment of A in B
+is |A n B| / |A|. Shingles that many documents share are a template: a document with a body of its own must share that
+too.
 
 A second, wider relation only groups documents for the held-out split and never removes anything: see `near_groups`.
 """
@@ -63,7 +64,9 @@ class DuplicatesConfig:
     def __post_init__(self) -> None:
         for name in ("containment", "own_share", "own_containment", "group_containment"):
             if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(f"DuplicatesConfig.{name}={getattr(self, name)} is not a share. Use a number in (0, 1].")
+                raise ValueError(
+                    f"DuplicatesConfig.{name}={getattr(self, name)} is not a share. Use a number in (0, 1]."
+                )
         for name in ("words", "min_shingles", "template_documents", "max_candidates", "group_documents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"DuplicatesConfig.{name}={getattr(self, name)} must be at least 1.")
@@ -94,7 +97,9 @@ def find_duplicates(config: DuplicatesConfig, inputs: Mapping[str, Path], out: P
     del texts
     singles = [row for row in range(len(uids)) if row not in exact]
     sets: list[np.ndarray] = [shingles(words[row], config.words) for row in singles]
-    proposal = sets if config.banding.words == config.words else [shingles(words[r], config.banding.words) for r in singles]
+    proposal = (
+        sets if config.banding.words == config.words else [shingles(words[r], config.banding.words) for r in singles]
+    )
     del words
     pairs, not_compared = fuzzy_pairs(sets, sketch(proposal, config.banding), [order[row] for row in singles], config)
     accepted = {pair.member: pair for pair in pairs if pair.accepted}
@@ -111,7 +116,7 @@ def find_duplicates(config: DuplicatesConfig, inputs: Mapping[str, Path], out: P
 
 
 def exact_covers(texts: Sequence[str], order: Sequence[tuple]) -> dict[int, int]:
-    """Row of each exact duplicate -> row of the first document (in `order`) with the same text but for case and spaces."""
+    """Row of each exact duplicate -> row of the first document, by `order`, with its text but for case and spaces."""
     first: dict[str, int] = {}
     covers = {}
     for row in sorted(range(len(texts)), key=order.__getitem__):

@@ -1,14 +1,16 @@
 """What a document is: a byte range of a file, its text, and an identity that does not depend on the text.
 
-The text of a document is decoded once from `raw[start:end]` and never rewritten later: every judgement is a sidecar table
-with the same rows in the same order. A form feed ends a document inside a file; a stretch without form feeds that is longer
-than a limit is cut at empty lines. Invariant: `text_of(raw[start:end])` gives the stored text again, at any time.
+The text of a document is decoded once from `raw[start:end]` and never rewritten later: every judgement is a sidecar
+table with the same rows in the same order. A form feed ends a document inside a file; a stretch without form feeds
+that is longer than a limit is cut at empty lines. Invariant: `text_of(raw[start:end])` gives the stored text again,
+at any time.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -40,7 +42,7 @@ def uid_of(source: str, revision: str, file: str, start: int) -> str:
 
 
 def hexdigest(text: str) -> str:
-    """xxh3-128 of a text in hex. Encoded here, because hash libraries disagree about `str` arguments (datatrove 0.10.1)."""
+    """xxh3-128 of a text in hex. Encoded here: versions of the hash library disagree about `str` (datatrove 0.10.1)."""
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8"))
 
 
@@ -84,7 +86,7 @@ def read_documents(folder: Path, columns: Sequence[str] | None = None) -> pa.Tab
     wanted = None if columns is None else list(dict.fromkeys(["doc_uid", *columns]))
     table = pq.read_table(path, columns=wanted)
     uids = table["doc_uid"].to_pylist()
-    if any(left >= right for left, right in zip(uids, uids[1:])):
+    if any(left >= right for left, right in pairwise(uids)):
         raise ValueError(
             f"{path}: rows are not sorted by doc_uid, or a uid occurs twice. The file was not written by "
             "corpus.sources.collect, or was changed since. Run the documents stage again."
@@ -97,8 +99,8 @@ def read_sidecar(path: Path, uids: Sequence[str]) -> pa.Table:
     table = pq.read_table(path)
     if table["doc_uid"].to_pylist() != list(uids):
         raise ValueError(
-            f"{path}: {table.num_rows} rows that are not the {len(uids)} documents in the same order. The sidecar was made "
-            "from other documents. Run its stage again."
+            f"{path}: {table.num_rows} rows that are not the {len(uids)} documents in the same order. "
+            "The sidecar was made from other documents. Run its stage again."
         )
     return table
 

@@ -1,11 +1,12 @@
 """Quality of each document: rules that drop, and a score that sorts what is left into five levels.
 
-The score estimates *how much of a text is intact*. Its labels are made, not collected: windows of the documents themselves
-count as intact, and the same windows with a known share of their lines damaged (words shuffled, letters mistyped, lines
-repeated, navigation, symbols, digits, wrong decoding) count as intact by the rest. A logistic model on hashed byte trigrams
-and the measures of `rules` learns that share; isotonic regression calibrates it, per type (code or other text), on folds
-that the model did not see. So the cuts 0.2, 0.4, 0.6, 0.8 mean the same for every type. Every score comes from a model
-that saw no window of its document's fold. Invariant: same documents, same scores, on any number of threads.
+The score estimates *how much of a text is intact*. Its labels are made, not collected: windows of the documents
+themselves count as intact, and the same windows with a known share of their lines damaged (words shuffled, letters
+mistyped, lines repeated, navigation, symbols, digits, wrong decoding) count as intact by the rest. A logistic model
+on hashed byte trigrams and the measures of `rules` learns that share; isotonic regression calibrates it, per type
+(code or other text), on folds that the model did not see. So a level means the same for every type: level 4, at least
+96 % of the text is intact. Every score comes from a model that saw no window of its document's fold. Invariant: same
+documents, same scores, on any number of threads.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ QUALITY = pa.schema(
         ("evidence", pa.string()),
     ]
 )
-CUTS = (0.2, 0.4, 0.6, 0.8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,17 @@ class QualityConfig:
 
     rules: RulesConfig = field(default_factory=RulesConfig)
     window: int = 1000
+    levels: tuple[float, float, float, float] = (0.5, 0.75, 0.9, 0.96)  # scores at which levels 1 to 4 begin
     num_windows: int = 3  # begin, middle, end
     num_bins: int = 4096
     num_folds: int = 2
     max_training_documents: int = 1200
+
+    def __post_init__(self) -> None:
+        if list(self.levels) != sorted(set(self.levels)):
+            raise ValueError(f"QualityConfig.levels={self.levels} must rise. Give four scores in growing order.")
+        if self.num_folds < 2 or self.num_windows < 1 or self.window < 100:
+            raise ValueError("QualityConfig needs num_folds >= 2, num_windows >= 1 and window >= 100 characters.")
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def judge(config: QualityConfig, inputs: Mapping[str, Path], out: Path) -> Artif
     uids, texts = documents["doc_uid"].to_pylist(), documents["text"].to_pylist()
     broken = [findings(text, config.rules) for text in texts]
     score, fit = scores(uids, texts, [not found for found in broken], config)
-    levels = np.digitize(score, CUTS)
+    levels = np.digitize(score, config.levels)
     rows = []
     for row, uid in enumerate(uids):
         rule = broken[row][0].rule if broken[row] else None
@@ -90,7 +97,10 @@ def scores(uids: list[str], texts: list[str], sound: list[bool], config: Quality
     chosen = [row for row in sorted(range(len(uids)), key=lambda row: uids[row][8:]) if sound[row]]
     chosen = chosen[: config.max_training_documents]
     if len(chosen) < 10 or len(set(folds[chosen].tolist())) < config.num_folds:
-        return np.ones(len(uids)), {"trained": False, "reason": f"{len(chosen)} sound documents are too few to learn from"}
+        return np.ones(len(uids)), {
+            "trained": False,
+            "reason": f"{len(chosen)} sound documents are too few to learn from",
+        }
     from threadpoolctl import threadpool_limits
 
     types = np.array([measure(text[: 8 * config.window]).code for text in texts])
@@ -110,7 +120,7 @@ def scores(uids: list[str], texts: list[str], sound: list[bool], config: Quality
 
 
 def features(text: str, num_bins: int) -> np.ndarray:
-    """f32[num_bins + 8]: hashed byte trigrams, square-rooted and of length one, and the measures of repetition and form."""
+    """f32[num_bins + 8]: hashed byte trigrams, square-rooted and of length one, then eight measures of the text."""
     raw = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32)
     row = np.zeros(num_bins + 8, dtype=np.float32)
     if len(raw) > 2:
@@ -203,14 +213,12 @@ def _training_windows(
 
 def _fit(training: _Windows, rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     """Logistic regression on soft labels: each window counts as intact by its share and as damaged by the rest."""
-    from scipy.sparse import csr_matrix
+    from scipy.sparse import csr_matrix, vstack
     from sklearn.linear_model import LogisticRegression
 
     x, share = csr_matrix(training.features[rows]), training.intact[rows]
     model = LogisticRegression(C=30.0, max_iter=200)
     ones = np.ones(len(share))
-    from scipy.sparse import vstack
-
     model.fit(vstack([x, x]), np.concatenate([ones, 0 * ones]), sample_weight=np.concatenate([share, 1.0 - share]))
     return lambda features: model.predict_proba(csr_matrix(features))[:, 1]
 

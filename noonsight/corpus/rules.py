@@ -1,9 +1,9 @@
 """Rules for single documents: is this text, and does it say something more than once too often?
 
-Limits follow Gopher (Rae et al. 2021, table A1) and C4 (Raffel et al. 2020, section 2.2), loosened where a corpus of plays,
-dictionaries and source code shows that they speak of web pages only. A rule never looks at the source of a document. Code is
-recognised by its lines and measured with its own limits; rules about English words apply to text in Latin letters only.
-Each finding says the rule, the value and the limit, so that a decision can be checked by hand.
+Limits follow Gopher (Rae et al. 2021, table A1) and C4 (Raffel et al. 2020, section 2.2), loosened where a corpus of
+plays, dictionaries and source code shows that they speak of web pages only. A rule never looks at the source of a
+document. Code is recognised by its lines and measured with its own limits; rules about English words apply to text in
+Latin letters only. Each finding says the rule, the value and the limit, so that a decision can be checked by hand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import numpy as np
 from noonsight.corpus.shingles import shingles, word_hashes
 
 STOP_WORDS = frozenset("the be to of and that have with is in a it for not on you as this but his".split())
-_CODE_LINE = re.compile(r"[;{}]\s*$|^\s*(#\s*(include|define|if|ifn?def|endif|else|undef)\b|//|/\*|\*\*|\*/|def |import |return\b)")
+_CODE_LINE = re.compile(
+    r"[;{}]\s*$|^\s*(#\s*(include|define|if|ifn?def|endif|else|undef)\b|//|/\*|\*\*|\*/|def |import |return\b)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,9 @@ def findings(text: str, config: RulesConfig) -> list[Finding]:
         "no-sentences": (m.stop_words, config.min_stop_words if m.latin and not m.code else 0),
     }
     broken = [Finding(rule=rule, value=value, limit=limit) for rule, (value, limit) in floor.items() if value < limit]
-    return broken + [Finding(rule=rule, value=value, limit=limit) for rule, (value, limit) in ceiling.items() if value > limit]
+    return broken + [
+        Finding(rule=rule, value=value, limit=limit) for rule, (value, limit) in ceiling.items() if value > limit
+    ]
 
 
 def measure(text: str, placeholder: str = "lorem ipsum") -> Measures:

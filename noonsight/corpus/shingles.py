@@ -1,8 +1,8 @@
 """Documents as sets of word shingles, and MinHash sketches of these sets.
 
-A shingle is a run of n words, lower case, without punctuation; it is kept as a 64-bit hash. MinHash (Broder 1997): for a
-random hash, two sets have the same minimum with probability J, their Jaccard index. With b bands of r rows a pair is
-proposed with probability 1 - (1 - J^r)^b, the S-curve. Sketches only propose; exact sets decide.
+A shingle is a run of n words, lower case, without punctuation; it is kept as a 64-bit hash. MinHash (Broder 1997):
+for a random hash, two sets have the same minimum with probability J, their Jaccard index. With b bands of r rows a
+pair is proposed with probability 1 - (1 - J^r)^b, the S-curve. Sketches only propose; exact sets decide.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def sketch(sets: Sequence[np.ndarray], banding: Banding) -> Sketches:
 def concatenate(left: Sketches, right: Sketches) -> Sketches:
     """Sketches of both collections; ValueError when their parameters differ (their keys would never meet, silently)."""
     if left.banding != right.banding:
-        raise ValueError(f"cannot join sketches made with {left.banding} and {right.banding}. Sketch both with one Banding.")
+        raise ValueError(
+            f"cannot join sketches made with {left.banding} and {right.banding}. Sketch both with one Banding."
+        )
     return Sketches(banding=left.banding, bands=np.concatenate([left.bands, right.bands]))
 
 

@@ -1,8 +1,9 @@
 """Folders of text become documents: `scan` when the graph is built, `collect` when it runs.
 
-A source is known by what is in it: file names relative to its folder, their bytes and xxh3. Where the folder lies comes
-at run time from `placement.locations[name]`, so moving it changes no identity. Invariant: every byte of every scanned
-file is in a document, is white space or a separator between documents, or belongs to a file that is reported as skipped.
+A source is known by what is in it: file names relative to its folder, their bytes and xxh3. Where the folder lies
+comes at run time from `placement.locations[name]`, so moving it changes no identity. Invariant: every byte of every
+scanned file is in a document, is white space or a separator between documents, or belongs to a file that is reported
+as skipped.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def scan(path: str | Path, *, name: str, kind: str, licence: str = "not stated")
     root = Path(path)
     if not root.is_dir():
         raise ValueError(
-            f"source {name!r}: {root} is {'a file' if root.exists() else 'missing'}, and a source is a folder of text files. "
-            "Give the folder that holds the files."
+            f"source {name!r}: {root} is {'a file' if root.exists() else 'missing'}, "
+            "and a source is a folder of text files. Give the folder that holds the files."
         )
     files = tuple(_source_file(root, file) for file in _listing(root))
     if not files:
@@ -79,7 +80,7 @@ def scan(path: str | Path, *, name: str, kind: str, licence: str = "not stated")
 def collect(config: CollectConfig, inputs: Mapping[str, Path], out: Path) -> Artifact:
     """Stage: write `documents.parquet`, sorted by `doc_uid`, and `tables/skipped.json`.
 
-    Raises ValueError when a folder is not located, a file changed since `scan`, or a file is not text and `on_bad` is stop.
+    Raises ValueError when a folder is not located, a file changed since `scan`, or is not text and `on_bad` is stop.
     """
     from noonsight.logbook.read import placement
 
@@ -134,9 +135,7 @@ def _listing(root: Path) -> list[Path]:
 
 def _source_file(root: Path, file: Path) -> SourceFile:
     raw = file.read_bytes()
-    return SourceFile(
-        path=file.relative_to(root).as_posix(), num_bytes=len(raw), xxh3=xxhash.xxh3_128_hexdigest(raw)
-    )
+    return SourceFile(path=file.relative_to(root).as_posix(), num_bytes=len(raw), xxh3=xxhash.xxh3_128_hexdigest(raw))
 
 
 def _located(source: SourceConfig, locations: Mapping[str, str]) -> Path:
@@ -151,8 +150,8 @@ def _located(source: SourceConfig, locations: Mapping[str, str]) -> Path:
     new = [file for file in _listing(root) if file.relative_to(root).as_posix() not in listed]
     if new:
         raise ValueError(
-            f"source {source.name!r}: {new[0]} appeared after the folder was scanned. Run again, so that it is scanned, "
-            "or take the file out."
+            f"source {source.name!r}: {new[0]} appeared after the folder was scanned. "
+            "Run again, so that it is scanned, or take the file out."
         )
     return root
 
@@ -168,8 +167,8 @@ def _read(source: SourceConfig, root: Path, file: SourceFile) -> bytes:
         ) from error
     if len(raw) != file.num_bytes or xxhash.xxh3_128_hexdigest(raw) != file.xxh3:
         raise ValueError(
-            f"source {source.name!r}: {path} changed since the folder was scanned ({file.num_bytes} bytes then, {len(raw)} now). "
-            "Run again, so that the folder is scanned as it is."
+            f"source {source.name!r}: {path} changed since the folder was scanned "
+            f"({file.num_bytes} bytes then, {len(raw)} now). Run again, so that the folder is scanned as it is."
         )
     return raw
 
