@@ -54,7 +54,7 @@ class DuplicatesConfig:
     words: int = 3
     containment: float = 0.75
     min_shingles: int = 20  # a shorter document is compared exactly only
-    template_documents: int = 5  # a shingle in at least so many documents is a template
+    template_documents: int = 3  # a shingle in at least so many documents is a template
     own_share: float = 0.15  # from this share on, what is no template counts as a body of its own ...
     own_containment: float = 0.5  # ... and so much of it must be covered as well
     max_candidates: int = 64  # compared per document; the rest is counted as not compared

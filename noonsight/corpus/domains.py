@@ -76,10 +76,11 @@ def _weights(texts: list[str], config: DomainsConfig):
     from scipy.sparse import csr_matrix
     from sklearn.feature_extraction.text import TfidfVectorizer
 
+    few = len(texts) < 20  # then document frequencies say nothing
     vectorizer = TfidfVectorizer(
         max_features=config.num_terms,
-        min_df=min(3, len(texts)),
-        max_df=max(0.5, 1.0 / len(texts)),
+        min_df=1 if few else 3,
+        max_df=1.0 if few else 0.5,
         sublinear_tf=True,
         stop_words="english",
         token_pattern=r"(?u)\b[^\W\d_]{3,}\b",

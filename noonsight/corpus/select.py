@@ -89,9 +89,7 @@ def heldout_clusters(rows: list[dict], config: SelectConfig) -> set[str]:
             if size <= room:
                 chosen.add(cluster)
                 room -= size
-    if (
-        not chosen and config.heldout_bytes and len(sizes) > 1
-    ):  # too small for its shares: the smallest that says something
+    if not chosen and config.heldout_bytes and len(sizes) > 1:  # a corpus too small for its shares
         whole = {cluster: sum(parts.values()) for cluster, parts in sizes.items()}
         chosen.add(min(whole, key=lambda cluster: (whole[cluster] < 500, whole[cluster], cluster)))
     return chosen
@@ -180,7 +178,8 @@ def _check_losses(books: Mapping[str, Mapping[str, Mapping[str, int]]], config: 
             reasons = ", ".join(f"{rule} {size / book['in']['bytes']:.0%}" for rule, size in top)
             raise ValueError(
                 f"source {source!r} would lose {share:.0%} of its bytes (limit {config.max_loss_share:.0%}): "
-                f"{reasons}. Look at the source; then loosen the rule that is wrong about it, or raise SelectConfig.max_loss_share."
+                f"{reasons}. Look at the source; then loosen the rule that is wrong about it, "
+                "or raise SelectConfig.max_loss_share."
             )
     if not any("kept" in book for book in books.values()):
         raise ValueError("no document is left to train on. Add text, or loosen the rules that dropped it.")
