@@ -67,8 +67,10 @@ def judge(config: QualityConfig, inputs: Mapping[str, Path], out: Path) -> Artif
     """Stage: write `quality.parquet`, one row per document, sorted by `doc_uid`."""
     documents = read_documents(inputs["documents"], ["text"])
     uids, texts = documents["doc_uid"].to_pylist(), documents["text"].to_pylist()
-    broken = [findings(text, config.rules) for text in texts]
-    score, fit = scores(uids, texts, [not found for found in broken], config)
+    measures = [measure(text) for text in texts]
+    broken = [findings(measured, config.rules) for measured in measures]
+    sound = [not found for found in broken]
+    score, fit = scores(uids, texts, sound, [measured.code for measured in measures], config)
     levels = np.digitize(score, config.levels)
     rows = []
     for row, uid in enumerate(uids):
@@ -87,23 +89,23 @@ def judge(config: QualityConfig, inputs: Mapping[str, Path], out: Path) -> Artif
     return Artifact(facts=facts)
 
 
-def scores(uids: list[str], texts: list[str], sound: list[bool], config: QualityConfig) -> tuple[np.ndarray, dict]:
+def scores(
+    uids: list[str], texts: list[str], sound: list[bool], code: list[bool], config: QualityConfig
+) -> tuple[np.ndarray, dict]:
     """Calibrated score f64[documents] in [0, 1], and how well the model does on windows of the other fold.
 
-    Labels come from the documents that are `sound` (break no rule). With fewer than ten of them nothing can be learned:
-    every score is 1, and the facts say so.
+    Labels come from the documents that are `sound` (break no rule); with fewer than ten of them nothing can be learned:
+    every score is 1, and the facts say so. `code` tells apart the two types that are calibrated on their own.
     """
     folds = np.array([int(uid[:8], 16) % config.num_folds for uid in uids])
     chosen = [row for row in sorted(range(len(uids)), key=lambda row: uids[row][8:]) if sound[row]]
     chosen = chosen[: config.max_training_documents]
     if len(chosen) < 10 or len(set(folds[chosen].tolist())) < config.num_folds:
-        return np.ones(len(uids)), {
-            "trained": False,
-            "reason": f"{len(chosen)} sound documents are too few to learn from",
-        }
+        reason = f"{len(chosen)} sound documents are too few to learn from"
+        return np.ones(len(uids)), {"trained": False, "reason": reason}
     from threadpoolctl import threadpool_limits
 
-    types = np.array([measure(text[: 8 * config.window]).code for text in texts])
+    types = np.array(code)
     training = _training_windows(chosen, uids, texts, folds, types, config)
     windows = [_cut(text, config) for text in texts]
     own = np.concatenate([[features(window, config.num_bins) for window in parts] for parts in windows])

@@ -18,6 +18,7 @@ from noonsight.corpus.ledger import Decision
 from noonsight.logbook.record import encode
 
 SAMPLE_CHARACTERS = 200
+Table = tuple[str, str, list[str], list[list]]  # title, text, columns, rows
 
 
 def write_tables(
@@ -47,9 +48,6 @@ def write_tables(
     for name, (title, text, columns, lines) in tables.items():
         table = {"title": title, "columns": columns, "rows": lines, "text": text}
         (out / "tables" / f"{name}.json").write_bytes(encode(table))
-
-
-Table = tuple[str, str, list[str], list[list]]
 
 
 def _flow(books: Mapping) -> Table:

@@ -42,7 +42,6 @@ class RulesConfig:
     max_repeated_paragraphs: float = 0.30  # characters in paragraphs that occurred before (Marin, issue #7788)
     max_top_phrase: float = 0.20  # share of words inside the most frequent run of three words
     max_repeated_runs: float = 0.50  # share of runs of ten words that occurred before
-    placeholder: str = "lorem ipsum"
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -85,9 +84,8 @@ class Measures:
     placeholder: bool
 
 
-def findings(text: str, config: RulesConfig) -> list[Finding]:
-    """Rules that `text` breaks, in the order below. Empty means none."""
-    m = measure(text, config.placeholder)
+def findings(m: Measures, config: RulesConfig) -> list[Finding]:
+    """Rules that a text of these measures breaks, in the order below. Empty means none."""
     ceiling = {
         "too-many-symbols": (m.symbols, config.max_symbols_code if m.code else config.max_symbols),
         "too-many-digits": (m.digits, config.max_digits),
@@ -112,7 +110,7 @@ def findings(text: str, config: RulesConfig) -> list[Finding]:
     ]
 
 
-def measure(text: str, placeholder: str = "lorem ipsum") -> Measures:
+def measure(text: str) -> Measures:
     """All measures of a text. Shares are in [0, 1], rounded to six digits."""
     counts = Counter(text)
     for space in [ch for ch in counts if ch.isspace()]:
@@ -136,7 +134,7 @@ def measure(text: str, placeholder: str = "lorem ipsum") -> Measures:
         repeated_paragraphs=_repeated([part.strip() for part in text.split("\n\n") if len(part.strip()) > 60]),
         top_phrase=_top_phrase(words),
         repeated_runs=_repeated_runs(word_hashes([text])[0]),
-        placeholder=placeholder in text.lower(),
+        placeholder="lorem ipsum" in text.lower(),
     )
 
 

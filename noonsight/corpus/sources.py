@@ -19,7 +19,7 @@ import xxhash
 from noonsight.corpus.document import DOCUMENTS, hexdigest, ranges, text_of, uid_of, write_table
 from noonsight.logbook.record import Artifact, encode
 
-NOT_TEXT = ("licence", "license", "copying", "origin", "readme")  # notes about a source, by the stem of their names
+NOTES = ("licence", "license", "copying", "readme")  # files about a source, by the stem of their names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class CollectConfig:
 
 
 def scan(path: str | Path, *, name: str, kind: str, licence: str = "not stated") -> SourceConfig:
-    """Hash a folder of text files. Hidden files and notes (licence, readme, origin) are left out.
+    """Hash a folder of text files. Hidden files and notes (licence, copying, readme) are left out.
 
     Raises ValueError when the folder is missing, is no folder or holds no file to read.
     """
@@ -128,7 +128,7 @@ def _listing(root: Path) -> list[Path]:
     for file in root.rglob("*"):
         relative = file.relative_to(root)
         hidden = any(part.startswith(".") for part in relative.parts)
-        if not hidden and file.stem.lower() not in NOT_TEXT and file.is_file():
+        if not hidden and file.stem.lower() not in NOTES and file.is_file():
             found.append(file)
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
