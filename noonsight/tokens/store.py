@@ -110,7 +110,7 @@ class TokenFile:
         self._file = path.open("rb", buffering=0)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start to start + count - 1, u16[count] or u32[count]. Safe from several threads."""
+        """Tokens from `start` on, u16[count] or u32[count]. Safe from several threads."""
         size = self._dtype.itemsize
         content = os.pread(self._file.fileno(), int(count) * size, int(start) * size)
         if len(content) != count * size:
