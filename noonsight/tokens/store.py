@@ -115,7 +115,7 @@ class TokenFile:
         content = os.pread(self._file.fileno(), int(count) * size, int(start) * size)
         if len(content) != count * size:
             raise ValueError(
-                f"{self.path} ends before token {start + count}: it was cut while it was open; restore it or build again"
+                f"{self.path} ends before token {start + count}: it was cut while open; restore it or build again"
             )
         return np.frombuffer(content, self._dtype)
 
@@ -153,11 +153,11 @@ def build_store(config: StoreConfig, inputs: Mapping[str, Path], out: Path) -> A
         splits=splits,
         files=files,
     )
+    _write_table(out, splits)
     write_atomic(out / "manifest.json", encode(manifest))
-    totals = {split: entry.num_tokens for split, entry in splits.items()}
     return Artifact(
         facts={
-            "num_tokens": totals,
+            "num_tokens": {split: entry.num_tokens for split, entry in splits.items()},
             "num_documents": {split: entry.num_documents for split, entry in splits.items()},
             "num_bytes": {split: entry.num_bytes for split, entry in splits.items()},
             "num_cells": len(splits["train"].cells),
@@ -294,6 +294,21 @@ class _SplitParts:
                 "text_end": np.array([document.end for *_, document in rows], np.int64),
             }
         )
+
+
+def _write_table(out: Path, splits: Mapping[str, SplitEntry]) -> None:
+    table = {
+        "title": "Tokens by cell",
+        "text": "A cell is one domain at one quality level; the mixture weighs cells. Tokens count one EOS a document.",
+        "columns": ["split", "cell", "domain", "level", "documents", "tokens", "bytes"],
+        "rows": [
+            [split, cell.name, cell.domain, cell.level, cell.num_documents, cell.num_tokens, cell.num_bytes]
+            for split, entry in splits.items()
+            for cell in entry.cells
+        ],
+    }
+    (out / "tables").mkdir(exist_ok=True)
+    write_atomic(out / "tables" / "cells.json", encode(table))
 
 
 def _groups(documents: Iterable[KeptDocument], size: int) -> Iterator[list[KeptDocument]]:

@@ -1,5 +1,6 @@
 """The mixture: exact whole numbers, no starving cell, capped epochs; and the permutations under it."""
 
+import json
 import shutil
 
 import numpy as np
@@ -94,6 +95,9 @@ def test_epochs_are_reported_and_capped(tmp_path):
         for cell in ("aq0", "bq4")
     }
     assert facts["epochs"] == pytest.approx({"aq0": tokens["aq0"] / 9e5, "bq4": tokens["bq4"] / 1e5})
+    table = json.loads((tmp_path / "tables/mixture.json").read_text())
+    assert table["columns"] == ["cell", "domain", "level", "tokens", "weight in main", "weight in cooldown", "epochs"]
+    assert [row[-1] for row in table["rows"]] == list(facts["epochs"].values())
     with pytest.raises(ValueError, match=r"run of 2000000 tokens repeats the store \(1000000 tokens\).*max_epochs 1.5"):
         plan_mixture(MixtureConfig(run_tokens=2_000_000, max_epochs=1.5), {"store": store}, tmp_path)
 
