@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from noonsight.model.params import Gate
 
+NO_DOCUMENT = -2  # a segment number that no token has; padding has -1
 
 @jax.custom_vjp
 def matmul(x: Float[Array, "*b m"], w: Float[Array, "m n"]) -> Float[Array, "*b n"]:
@@ -62,10 +63,15 @@ def short_convolution(
     """Depthwise causal convolution inside documents: out[t] = sum_j taps[j] * x[t - j] where t - j is in the document of t."""
     out = x * taps[0].astype(x.dtype)
     for lag in range(1, taps.shape[0]):
-        same = jnp.pad(segments[:, lag:] == segments[:, :-lag], ((0, 0), (lag, 0)))
-        shifted = jnp.pad(x[:, :-lag], ((0, 0), (lag, 0), (0, 0)))
-        out = out + jnp.where(same[..., None], shifted, 0) * taps[lag].astype(x.dtype)
+        same = _delay(segments, lag, fill=NO_DOCUMENT) == segments
+        out = out + jnp.where(same[..., None], _delay(x, lag, fill=0), 0) * taps[lag].astype(x.dtype)
     return out
+
+
+def _delay(x: Array, lag: int, fill: int) -> Array:
+    """x[b, t - lag] at t, `fill` before the start."""
+    padding = ((0, 0), (lag, 0), *((0, 0),) * (x.ndim - 2))
+    return jnp.pad(x, padding, constant_values=fill)[:, : x.shape[1]]
 
 
 def rotation(positions: Int[Array, "*b"], rotated_width: int, theta: float) -> Float[Array, "*b 2 h"]:

@@ -102,6 +102,11 @@ def init_params(key: Array, config: ModelConfig) -> Params:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """The dotted name of a leaf from its tree path, for example "layers.attn_gate.down"."""
+    return ".".join(part.name for part in path)
+
+
 def is_precise(path: tuple[Any, ...]) -> bool:
     """Whether the leaf at a tree path (gain, convolution, router bias) stays float32."""
     return any(word in path[-1].name for word in PRECISE)
