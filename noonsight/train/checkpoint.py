@@ -61,7 +61,7 @@ class Saver:
     never for the disk.
 
     A save that failed is raised in the caller's thread, by the next `save`, `poll` or `join`.
-    The first save of a process is read back and compared, so that a state that cannot be restored is found at once.
+    A context manager: leaving it finishes the save in flight. The first save of a process is read back and compared, so that a state that cannot be restored is found at once.
     """
 
     def __init__(self, out: Path, claim: Claim, *, attempt: int, on_saved: Callable[[Path, Kind], None]) -> None:
@@ -92,6 +92,16 @@ class Saver:
             self._thread.join()
             self._thread = None
         self.poll()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Whatever ends the run, a save in flight is finished first; its own error counts only if there is no other."""
+        if kind is None:
+            self.join()
+        elif self._thread is not None:
+            self._thread.join()
 
     def _write(self, arrays: dict[str, np.ndarray], work: dict[str, Any]) -> None:
         try:

@@ -107,7 +107,7 @@ class Journal:
         """`flops_per_token`: model FLOPs of forward and backward for one token, if known."""
         self._out, self._writer, self._config = out, writer, config
         self._flops_per_token = flops_per_token
-        self._health = Health(config)
+        self.health = Health(config)
         self._pending: tuple[int, Any, Measured] | None = None
         self._recent: deque[float] = deque(maxlen=20)
         self._clock = time.perf_counter()
@@ -130,7 +130,7 @@ class Journal:
         self._writer.metrics(step, values)
         if not finite:
             self._refuse(step, data, values)
-        for rule, sentence in self._health.look(step, values):
+        for rule, sentence in self.health.look(step, values):
             self._writer.event("sentinel", sentence, cause=rule, step=step)
         self.beat(step + 1, "run", text=f"loss {values['loss']:.4f}")
 
@@ -141,10 +141,10 @@ class Journal:
         )
 
     def evaluate(self, done: int, evaluate: Evaluate, state: State) -> dict[str, float]:
-        """Evaluate the state after `done` steps and write it on the line of the step it follows."""
+        """Evaluate the state after `done` steps and write the values down."""
         self.beat(done, "evaluate")
         values = evaluate(state.params, state.extra, done)
-        self._writer.metrics(done - 1, values)
+        self._writer.metrics(done, values)
         return values
 
     def save(self, done: int, saver: Saver, state: State, kind: str) -> None:
@@ -152,7 +152,7 @@ class Journal:
         self.beat(done, "save")
         start = time.perf_counter()
         saver.save(state, step=done, kind=kind, tokens=done * self._config.batch_tokens)
-        self._writer.metrics(done - 1, {"save_s": time.perf_counter() - start})
+        self._writer.metrics(done, {"save_s": time.perf_counter() - start})
 
     def beat(self, done: int, phase: str, text: str = "") -> None:
         """One heartbeat."""

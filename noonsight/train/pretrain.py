@@ -66,30 +66,32 @@ def pretrain(
     optimizer = make_optimizer(config.optimizer, shapes, num_steps=config.num_steps, table=table)
     state = initial_or_restored(lambda: init_state(program, optimizer, key), out, writer)
     first = int(state.step)
+    evaluated = carry_evaluations(out, writer, first)
 
-    saver = checkpoint.Saver(out, claim, attempt=writer.attempt, on_saved=_recorder(writer))
-    if first < config.num_steps:
-        journal.beat(first, "compile")
-        with stop.may_interrupt():
-            train_step = compile_step(make_train_step(program, optimizer), state, batch(first))
-        journal.restart_clock()
-        state = run_loop(
-            state,
-            config,
-            train_step=train_step,
-            batch=batch,
-            evaluate=evaluate,
-            saver=saver,
-            journal=journal,
-            faults=Faults(placement, out, writer),
-            stop=stop,
-        )
-    journal.save(config.num_steps, saver, state, "final")
-    values = journal.evaluate(config.num_steps, evaluate, state) if evaluate else {}
-    saver.join()
-    write_table(out, "health", health_table(read.events(out), journal.speaking))
+    with checkpoint.Saver(out, claim, attempt=writer.attempt, on_saved=_recorder(writer)) as saver:
+        if first < config.num_steps:
+            journal.beat(first, "compile")
+            with stop.may_interrupt():
+                train_step = compile_step(make_train_step(program, optimizer), state, batch(first))
+            journal.restart_clock()
+            state = run_loop(
+                state,
+                config,
+                train_step=train_step,
+                batch=batch,
+                evaluate=evaluate,
+                saver=saver,
+                journal=journal,
+                faults=Faults(placement, out, writer),
+                stop=stop,
+            )
+            journal.save(config.num_steps, saver, state, "final")
+            evaluated = {}
+        if evaluate and not evaluated:
+            evaluated = journal.evaluate(config.num_steps, evaluate, state)
+    write_table(out, "health", health_table(read.events(out), journal.health.speaking))
     journal.beat(config.num_steps, "done")
-    return Artifact(facts=_facts(config, state, values, optimizer.groups, out, flops_per_token))
+    return Artifact(facts=_facts(config, state, evaluated, optimizer.groups, out, flops_per_token))
 
 
 def initial_or_restored(init: Callable[[], State], out: Path, writer: Writer) -> State:
@@ -109,6 +111,16 @@ def initial_or_restored(init: Callable[[], State], out: Path, writer: Writer) ->
     state = checkpoint.restore(found.path, jax.eval_shape(init))
     writer.event("restored", f"Went on from {found.path.name}, saved at {found.manifest.at}.", step=found.manifest.step)
     return state
+
+
+def carry_evaluations(out: Path, writer: Writer, step: int) -> dict[str, float]:
+    """Evaluations that an earlier attempt made of the very state this one starts from; written again, for they still hold."""
+    series = read.metrics(out, attempts="all")
+    found = {name: dict(zip(line.steps, line.values)) for name, line in series.items() if name.startswith("eval/")}
+    values = {name: by_step[step] for name, by_step in found.items() if step in by_step}
+    if values:
+        writer.metrics(step, values)
+    return values
 
 
 def keep_compilations(out: Path) -> None:

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -38,7 +38,7 @@ PATIENCE_S = {"start": 900.0, "compile": 3600.0, "evaluate": 1800.0, "save": 180
 compilation is no hang.
 """
 
-PARENT = "NOONSIGHT_PARENT"
+PARENT, FAULTS = "NOONSIGHT_PARENT", "faults.jsonl"
 
 
 class Interrupted(BaseException):
@@ -81,11 +81,14 @@ class _Watched:
 
     process: subprocess.Popen[bytes]
     old_attempt: int  # heartbeats of this attempt or an older one are not this worker's
+    log_start: int  # where in the log its own words begin
+    num_faults: int  # injected before its time
     seen_at: float = field(default_factory=time.monotonic)
     seen: tuple[int, int, str, float] | None = None
     phase: str = "start"
     step: int | None = None  # completed steps, once it is known where the worker resumed
     resumed_at: int | None = None
+    first_step_at: float | None = None
     median_step_s: float = 0.0
 
 
@@ -107,30 +110,27 @@ def supervise(command: Sequence[str], out: Path, *, writer: Writer, placement: P
     """
     (out / "result.json").unlink(missing_ok=True)
     endings: list[tuple[str, int]] = []
-    outage: _Outage | None = None
-    lost_s = 0.0
+    outage = _outage_before(out)
     with _terminate_as_exit():
         while True:
             worker = _start(command, out, placement)
             try:
-                symptom, outage, seconds = _watch(worker, out, writer, placement, outage)
+                symptom, outage = _watch(worker, out, writer, placement, outage)
             except BaseException:
                 _end(worker.process)
                 raise
-            lost_s += seconds
             if symptom == "done":
                 break
             step = worker.step if worker.step is not None else (outage.step if outage else 0)
             endings.append((symptom, step))
-            outage = outage or _Outage(since=worker.seen_at, cause=symptom, step=step)
-            _report_ending(symptom, step, worker, out, writer)
-            _stop_if_hopeless(endings, out, writer)
+            outage = _report_ending(symptom, step, worker, outage, out, writer)
+            _stop_if_hopeless(endings, worker, out, writer)
     facts = msgspec.json.decode((out / "result.json").read_bytes(), type=Artifact).facts
-    kills = sum(event.kind == "kill-injected" for event in read.events(out))
+    events = read.events(out)
     return facts | {
-        "kills": kills,
-        "restarts": len(endings),
-        "seconds_lost": round(lost_s, 3),
+        "kills": sum(event.kind == "kill-injected" for event in events),
+        "restarts": sum(event.kind == "restart" for event in events),
+        "seconds_lost": round(sum(event.seconds_lost or 0.0 for event in events), 3),
         "resumed_bit_identical": resumed_bit_identical(out),
     }
 
@@ -226,7 +226,7 @@ class Faults:
     """The faults a placement asks for, each once in the life of a folder: remembered on disk before it strikes."""
 
     def __init__(self, placement: Placement, out: Path, writer: Writer) -> None:
-        self._faults, self._writer, self._file = placement.faults, writer, out / "faults.jsonl"
+        self._faults, self._writer, self._file = placement.faults, writer, out / FAULTS
         self._struck = {(line["kind"], line["at_step"]) for line in read.lines(self._file)}
 
     def planned(self, step: int) -> bool:
@@ -253,9 +253,10 @@ class Faults:
 
 
 def _start(command: Sequence[str], out: Path, placement: Placement) -> _Watched:
-    last = read.last_progress(out)
+    last, log_path = read.last_progress(out), out / "worker.log"
     environment = os.environ | placement.environment | {PARENT: str(os.getpid())}
-    with (out / "worker.log").open("ab") as log:
+    with log_path.open("ab") as log:
+        log_start = log.seek(0, os.SEEK_END)
         # A session of its own: Ctrl-C reaches the supervisor alone, which then asks the worker to save.
         process = subprocess.Popen(
             [*command, str(out)],
@@ -265,34 +266,40 @@ def _start(command: Sequence[str], out: Path, placement: Placement) -> _Watched:
             env=environment,
             start_new_session=True,
         )
-    return _Watched(process=process, old_attempt=last.attempt if last else -1)
+    return _Watched(
+        process=process,
+        old_attempt=last.attempt if last else -1,
+        log_start=log_start,
+        num_faults=len(read.lines(out / FAULTS)),
+    )
 
 
 def _watch(
     worker: _Watched, out: Path, writer: Writer, placement: Placement, outage: _Outage | None
-) -> tuple[str, _Outage | None, float]:
-    """Wait for the worker's end: (symptom or "done", the outage if it still lasts, seconds that it cost if it
-    ended).
-    """
-    lost_s, oom_kills = 0.0, _num_oom_kills()
+) -> tuple[str, _Outage | None]:
+    """Wait for the worker's end: its symptom (or "done"), and the outage if the lost ground was not regained."""
+    oom_kills = _num_oom_kills()
     while True:
         code = worker.process.poll()
         _observe(worker, out)
-        if (
-            outage and worker.resumed_at is not None and (worker.step or 0) >= max(outage.step, worker.resumed_at + 1)
-        ) or (outage and code == 0):
-            lost_s = worker.seen_at - outage.since
-            _report_restart(worker, outage, lost_s, writer)
+        if outage and (code == 0 or _has_regained(worker, outage)):
+            _report_restart(worker, outage, writer)
             outage = None
         if code is not None:
-            return _symptom_of(code, oom_kills), outage, lost_s
+            return _symptom_of(code, oom_kills), outage
         if time.monotonic() - worker.seen_at > _patience(worker, placement):
             _capture_stacks(worker.process, out)
             worker.process.kill()
             worker.process.wait()
-            return "hang", outage, lost_s
+            return "hang", outage
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(timeout=POLL_S)
+
+
+def _has_regained(worker: _Watched, outage: _Outage) -> bool:
+    if worker.step is None or worker.resumed_at is None:
+        return False
+    return worker.step >= outage.step and worker.step > worker.resumed_at
 
 
 def _observe(worker: _Watched, out: Path) -> None:
@@ -307,6 +314,8 @@ def _observe(worker: _Watched, out: Path) -> None:
         if worker.resumed_at is None:
             worker.resumed_at = beat.step - 1 if beat.phase == "run" else beat.step
         worker.step = beat.step
+        if worker.first_step_at is None and beat.step > worker.resumed_at:
+            worker.first_step_at = beat.monotonic
     if beat.rate:
         worker.median_step_s = 1 / beat.rate
 
@@ -333,35 +342,47 @@ def _num_oom_kills() -> int:
     return 0
 
 
-def _report_ending(symptom: str, step: int, worker: _Watched, out: Path, writer: Writer) -> None:
-    code = worker.process.returncode
-    data = {"exit_code": code, "phase": worker.phase, "log": _tail(out / "worker.log")}
+def _outage_before(out: Path) -> _Outage | None:
+    """What a supervisor finds that starts over an unfinished run: the one before it was lost, with its worker."""
+    last = read.last_progress(out)
+    if last is None or last.phase in ("start", "done"):
+        return None
+    return _Outage(since=time.monotonic(), cause="supervisor-lost", step=last.step)
+
+
+def _report_ending(
+    symptom: str, step: int, worker: _Watched, outage: _Outage | None, out: Path, writer: Writer
+) -> _Outage:
+    injected = symptom == "killed" and len(read.lines(out / FAULTS)) > worker.num_faults
+    cause = "injected" if injected else symptom
     writer.event(
         symptom,
         f"{SYMPTOMS[symptom].text} (phase {worker.phase}, {step} steps done).",
-        cause=symptom,
+        cause=cause,
         step=step,
-        data=data,
+        data={"exit_code": worker.process.returncode, "phase": worker.phase, "log": _log_of(worker, out)},
     )
+    return outage or _Outage(since=worker.seen_at, cause=cause, step=step)
 
 
-def _report_restart(worker: _Watched, outage: _Outage, lost_s: float, writer: Writer) -> None:
-    assert worker.resumed_at is not None or worker.process.returncode == 0
-    resumed_at = worker.resumed_at if worker.resumed_at is not None else outage.step
-    lost = max(outage.step - resumed_at, 0)
-    text = f"Started again from step {resumed_at} after {outage.cause!r}: {lost} steps done twice, {lost_s:.1f} s lost."
+def _report_restart(worker: _Watched, outage: _Outage, writer: Writer) -> None:
+    resumed_at = outage.step if worker.resumed_at is None else worker.resumed_at
+    lost, lost_s = max(outage.step - resumed_at, 0), max(worker.seen_at - outage.since, 0.0)
     writer.event(
         "restart",
-        text,
+        f"Started again from step {resumed_at}: {lost} steps done twice, {lost_s:.1f} s lost ({outage.cause}).",
         cause=outage.cause,
         step=outage.step,
         steps_lost=lost,
         seconds_lost=round(lost_s, 3),
-        data={"resumed_at": resumed_at},
+        data={
+            "resumed_at": resumed_at,
+            "to_first_step_s": worker.first_step_at and round(worker.first_step_at - outage.since, 3),
+        },
     )
 
 
-def _stop_if_hopeless(endings: list[tuple[str, int]], out: Path, writer: Writer) -> None:
+def _stop_if_hopeless(endings: list[tuple[str, int]], worker: _Watched, out: Path, writer: Writer) -> None:
     symptom, step = endings[-1]
     repeated = len(endings) >= REPEATS and len(set(endings[-REPEATS:])) == 1
     if SYMPTOMS[symptom].action == "restart" and not repeated:
@@ -369,9 +390,11 @@ def _stop_if_hopeless(endings: list[tuple[str, int]], out: Path, writer: Writer)
     why = f"{SYMPTOMS[symptom].text} after {step} steps"
     if repeated:
         why += f", {REPEATS} times in a row without progress"
-    text = f"{why}. Training in {out} stops. The end of its log: {_tail(out / 'worker.log')}"
-    writer.event("stop", f"{why}.", cause=symptom, step=step)
-    raise RunStopped(text)
+    log = _log_of(worker, out)
+    last_words = f" Its last words: {log.splitlines()[-1]}" if log else ""
+    text = f"{why}; training stops.{last_words}"
+    writer.event("stop", text, cause=symptom, step=step)
+    raise RunStopped(f"{text} The whole log is {out / 'worker.log'}.")
 
 
 def _capture_stacks(process: subprocess.Popen[bytes], out: Path) -> None:
@@ -392,12 +415,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _tail(log: Path, num_bytes: int = 800) -> str:
-    file: IO[bytes]
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - num_bytes))
-        return file.read().decode(errors="replace").strip()
+def _log_of(worker: _Watched, out: Path, num_bytes: int = 2000) -> str:
+    """The end of what this worker wrote to the log."""
+    with (out / "worker.log").open("rb") as log:
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(worker.log_start, size - num_bytes))
+        return log.read().decode(errors="replace").strip()
 
 
 @contextlib.contextmanager

@@ -113,7 +113,13 @@ def hero_like(seed=0):
 
 def test_groups_are_by_exact_path():
     groups = make_optimizer(optimizer_config(), hero_like(), num_steps=10).groups
-    expected = {"embed": "adam", "embed_norm": "adam", "embed_gate.down": "muonh", "head": "adamh", "layers.head_gate": "adam"}
+    expected = {
+        "embed": "adam",
+        "embed_norm": "adam",
+        "embed_gate.down": "muonh",
+        "head": "adamh",
+        "layers.head_gate": "adam",
+    }
     expected |= {"layers.wq": "muonh", "layers.router": "adam", "layers.router_bias": "adam", "layers.sconv_k": "adam"}
     assert expected.items() <= groups.items()
     assert list(groups) == list(by_path(hero_like()))
@@ -151,7 +157,9 @@ def test_matrices_keep_their_norm_over_200_steps_and_others_do_not():
     for path, rule in HERO_TABLE.items():
         if path in by_path(params):
             axes = (-3, -2, -1) if rule.experts else (-2, -1) if rule.group != "adam" else None
-            before, now = (np.sqrt(np.square(np.asarray(by_path(t)[path], np.float64)).sum(axis=axes)) for t in (params, after))
+            before, now = (
+                np.sqrt(np.square(np.asarray(by_path(t)[path], np.float64)).sum(axis=axes)) for t in (params, after)
+            )
             if rule.group == "adam":
                 assert abs(now / before - 1) > 1e-4, path
             else:
@@ -162,7 +170,7 @@ def test_one_step_equals_the_equations_in_float64():
     params, grads = hero_like(), hero_like(500)
     config = optimizer_config(warmup_fraction=0.0, epsilon=1e-3, weight_decay=0.02)
     optimizer = make_optimizer(config, params, num_steps=10)
-    first, state = optimizer.update(grads, optimizer.init(params), params, step=jnp.int32(0))
+    _, state = optimizer.update(grads, optimizer.init(params), params, step=jnp.int32(0))
     updates, _ = optimizer.update(grads, state, params, step=jnp.int32(1))
     share = 1 - 0.95 * 1 / 10
     decay = 0.02 * (1 - 1 / 10)
@@ -181,7 +189,9 @@ def test_one_step_equals_the_equations_in_float64():
     direction = adam("head", 2)
     radius = np.linalg.norm(weight["head"])
     moved = weight["head"] - config.matrix_lr * share * direction * radius / np.linalg.norm(direction)
-    np.testing.assert_allclose(got["head"], moved * radius / np.linalg.norm(moved) - weight["head"], rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        got["head"], moved * radius / np.linalg.norm(moved) - weight["head"], rtol=1e-3, atol=1e-6
+    )
     g = np.asarray(by_path(grads)["layers.wq"], np.float64)
     momentum = 0.95 * g + g
     direction = np.asarray(newton_schulz(jnp.asarray(g + 0.95 * momentum, jnp.float32), "float32"), np.float64)
@@ -229,15 +239,25 @@ def test_eight_devices_give_the_update_of_one():
     mesh = Mesh(np.array(jax.devices()[:4]), ("expert",))
 
     def spread(path, leaf):
-        spec = PartitionSpec(None, "expert") if path == "layers.expert_up" else PartitionSpec(None, "expert") if path == "head" else PartitionSpec()
+        spec = (
+            PartitionSpec(None, "expert")
+            if path == "layers.expert_up"
+            else PartitionSpec(None, "expert")
+            if path == "head"
+            else PartitionSpec()
+        )
         return jax.device_put(leaf, NamedSharding(mesh, spec))
 
-    spread_out = [optim.like(tree, {path: spread(path, leaf) for path, leaf in by_path(tree).items()}) for tree in (grads, params)]
+    spread_out = [
+        optim.like(tree, {path: spread(path, leaf) for path, leaf in by_path(tree).items()}) for tree in (grads, params)
+    ]
     one, many = update(grads, state, params), update(spread_out[0], state, spread_out[1])
     for path, leaf in by_path(one).items():
         np.testing.assert_allclose(by_path(many)[path], leaf, rtol=1e-4, atol=1e-6, err_msg=path)
 
 
 def test_own_table():
-    optimizer = make_optimizer(optimizer_config(), {"x": jnp.ones((2, 2))}, num_steps=3, table={"x": Rule(group="adamh")})
+    optimizer = make_optimizer(
+        optimizer_config(), {"x": jnp.ones((2, 2))}, num_steps=3, table={"x": Rule(group="adamh")}
+    )
     assert optimizer.groups == {"x": "adamh"}

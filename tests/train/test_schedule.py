@@ -32,7 +32,9 @@ def test_rises_then_never_rises_again(kind, warmup):
 
 
 def test_wsd_is_flat_until_its_decay():
-    share = share_of_peak(optimizer_config(schedule="wsd", warmup_fraction=0.1, decay_fraction=0.2), 100, np.arange(101))
+    share = share_of_peak(
+        optimizer_config(schedule="wsd", warmup_fraction=0.1, decay_fraction=0.2), 100, np.arange(101)
+    )
     assert (share[10:81] == 1.0).all() and share[90] == pytest.approx(1 - 0.95 / 2)
 
 

@@ -1,6 +1,6 @@
 """A two-matrix model with a norm, and a worker that trains it: everything `train` needs, in milliseconds.
 
-Run as `python -m tests.train.toy OUT` it is a worker, told what to do by `OUT/toy.json`: {"num_steps", "bad_step", ...}.
+Run as `python -m tests.train.toy OUT` it is a worker, told by `OUT/toy.json`: {"num_steps", ...}.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ def optimizer_config(**changes: Any) -> OptimizerConfig:
 
 def pretrain_config(**changes: Any) -> PretrainConfig:
     """Forty steps, a checkpoint every ten."""
-    values = {"model": None, "optimizer": optimizer_config(), "num_steps": 40, "batch_size": ROWS, "sequence_length": WIDTH}
+    values = {
+        "model": None,
+        "optimizer": optimizer_config(),
+        "num_steps": 40,
+        "batch_size": ROWS,
+        "sequence_length": WIDTH,
+    }
     return PretrainConfig(**{**values, "seed": 0, "checkpoint_every": 10, "hash_every": 5, **changes})
 
 
