@@ -1,0 +1,97 @@
+"""What a pretraining run is: plain frozen dataclasses, importable without JAX.
+
+They live apart from the code that obeys them so that an experiment file can be read, hashed and compared in
+milliseconds. Every field is identity: two runs that differ in one of them are two runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from noonsight.model.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimiser and its schedule. Defaults are the hero's constants; what depends on the size of the run has none.
+
+    Rates and `epsilon` come from the transfer rule (`scaling.transfer.hero_rates`); `beta2` is declared beside them.
+    """
+
+    kind: Literal["muonh", "adamw"] = "muonh"
+    adam_lr: float
+    """Peak rate of the Adam group (and of every leaf under `adamw`)."""
+    matrix_lr: float
+    """Peak rate of MuonH and AdamH: a relative rotation, not a distance. `adamw` does not use it."""
+    beta1: float = 0.9
+    beta2: float
+    epsilon: float
+    """Added outside the root."""
+    momentum: float = 0.95
+    newton_schulz: Literal["float32", "bfloat16"] = "bfloat16"
+    """Number format of the Newton-Schulz matmuls; bfloat16 still accumulates in float32."""
+    expert_hyperball: Literal["pooled", "per_matrix"] = "pooled"
+    """One norm per layer over all experts (what the hero ran), or one per expert matrix."""
+    weight_decay: float = 0.0
+    """`muonh`: on head gate and router, falling linearly to 0 at the last step. `adamw`: on matrices, constant."""
+    schedule: Literal["linear", "cosine", "wsd"] = "linear"
+    warmup_fraction: float = 0.01
+    min_lr_fraction: float = 0.05
+    decay_fraction: float = 0.2
+    """`wsd` only: the last part of the run, in which the rate falls linearly to its minimum."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no schedule or optimiser can mean. Raises ValueError."""
+        for name in ("adam_lr", "matrix_lr", "epsilon", "weight_decay"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, name, value, "a finite number that is not negative")
+        for name in ("beta1", "beta2", "momentum"):
+            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+        for name in ("warmup_fraction", "min_lr_fraction", "decay_fraction"):
+            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a share of the run, 0 to 1")
+        if self.schedule == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
+            raise ValueError(
+                f"warmup_fraction {self.warmup_fraction} + decay_fraction {self.decay_fraction} is more than the whole "
+                "run, so the decay would begin before the warm-up ends; make one of them smaller"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """One pretraining run: model, optimiser, how long, how often to look. Every `*_every` is in steps; 0 means
+    never.
+    """
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    num_steps: int
+    batch_size: int
+    sequence_length: int
+    seed: int
+    evaluate_every: int = 0
+    """0: only at the end."""
+    checkpoint_every: int
+    """Permanent checkpoints. The last state is always kept as the final one."""
+    hash_every: int = 100
+    """How often the hash of all parameters is recorded."""
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be run. Raises ValueError."""
+        for name in ("num_steps", "batch_size", "sequence_length"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "at least 1")
+        for name in ("seed", "evaluate_every", "checkpoint_every", "hash_every"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch_size * self.sequence_length
+
+
+def _require(good: bool, name: str, value: object, rule: str) -> None:
+    if not good:
+        raise ValueError(f"the training config has {name} = {value!r}; it must be {rule}")

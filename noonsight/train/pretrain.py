@@ -1,0 +1,173 @@
+"""Pretraining: what a worker does from its first breath to its last.
+
+Initialise or restore, compile once, run the loop, keep the final state, evaluate it, hand back facts. A worker that
+is started again over its own folder goes on from the newest checkpoint that verifies, and gives the same bits as one
+that was never stopped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from noonsight.logbook import read
+from noonsight.logbook.claim import Claim
+from noonsight.logbook.record import Artifact, Placement, encode
+from noonsight.logbook.write import Writer, write_atomic
+from noonsight.train import checkpoint
+from noonsight.train.config import PretrainConfig
+from noonsight.train.health import health_table
+from noonsight.train.loop import Evaluate, Journal, StopSignal, run_loop
+from noonsight.train.optim import HERO_TABLE, Rule, make_optimizer
+from noonsight.train.recover import Faults
+from noonsight.train.step import State, compile_step, init_state, make_train_step, params_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from noonsight.model.program import Program
+
+__all__ = ["PretrainConfig", "pretrain"]
+
+
+def pretrain(
+    config: PretrainConfig,
+    program: Program,
+    batch: Callable[[int], Any],
+    out: Path,
+    claim: Claim,
+    placement: Placement,
+    evaluate: Evaluate | None = None,
+    *,
+    flops_per_token: float | None = None,
+    table: Mapping[str, Rule] = HERO_TABLE,
+) -> Artifact:
+    """Train `program` on `batch(0) .. batch(num_steps - 1)` in the folder `out`, owned by `claim`; call it from
+    `recover.work`.
+
+    `flops_per_token`: model FLOPs of forward and backward for one token. `table`: which leaf belongs to which
+    optimiser group. Facts: num_steps, tokens, seconds (of the steps on the surviving line), tokens_per_s, final_loss,
+    `eval` values of the final state, params_hash, checkpoint, groups, train_flops where known. Raises what `run_loop`
+    raises, and NoValidCheckpoint.
+    """
+    stop = StopSignal()
+    stop.listen()
+    writer = Writer(out, claim, attempt=claim.fence)
+    journal = Journal(out, writer, config, flops_per_token)
+    journal.beat(0, "start")
+    keep_compilations(out)
+
+    _, key = jax.random.split(jax.random.key(config.seed))  # (data, model), as the hero splits them
+    shapes = jax.eval_shape(program.init, key)[0]
+    optimizer = make_optimizer(config.optimizer, shapes, num_steps=config.num_steps, table=table)
+    state = initial_or_restored(lambda: init_state(program, optimizer, key), out, writer)
+    first = int(state.step)
+    evaluated = carry_evaluations(out, writer, first)
+
+    with checkpoint.Saver(out, claim, attempt=writer.attempt, on_saved=_recorder(writer)) as saver:
+        if first < config.num_steps:
+            journal.beat(first, "compile")
+            with stop.may_interrupt():
+                train_step = compile_step(make_train_step(program, optimizer), state, batch(first))
+            journal.restart_clock()
+            state = run_loop(
+                state,
+                config,
+                train_step=train_step,
+                batch=batch,
+                evaluate=evaluate,
+                saver=saver,
+                journal=journal,
+                faults=Faults(placement, out, writer),
+                stop=stop,
+            )
+            journal.save(config.num_steps, saver, state, "final")
+            evaluated = {}
+        if evaluate and not evaluated:
+            evaluated = journal.evaluate(config.num_steps, evaluate, state)
+    write_table(out, "health", health_table(read.events(out), journal.health.speaking))
+    journal.beat(config.num_steps, "done")
+    return Artifact(facts=_facts(config, state, evaluated, optimizer.groups, out, flops_per_token))
+
+
+def initial_or_restored(init: Callable[[], State], out: Path, writer: Writer) -> State:
+    """The newest state of `out` that verifies, or a fresh one where no checkpoint was ever completed. Raises
+    NoValidCheckpoint.
+    """
+    found = checkpoint.newest(out)
+    if found is None:
+        return jax.jit(init)()
+    for reason in found.rejected:
+        writer.event(
+            "checkpoint-rejected",
+            f"{reason}; the one before it is used.",
+            cause="corrupt checkpoint",
+            step=found.manifest.step,
+        )
+    state = checkpoint.restore(found.path, jax.eval_shape(init))
+    writer.event("restored", f"Went on from {found.path.name}, saved at {found.manifest.at}.", step=found.manifest.step)
+    return state
+
+
+def carry_evaluations(out: Path, writer: Writer, step: int) -> dict[str, float]:
+    """Evaluations that an earlier attempt made of the very state this one starts from; written again, for they still hold."""
+    series = read.metrics(out, attempts="all")
+    found = {name: dict(zip(line.steps, line.values)) for name, line in series.items() if name.startswith("eval/")}
+    values = {name: by_step[step] for name, by_step in found.items() if step in by_step}
+    if values:
+        writer.metrics(step, values)
+    return values
+
+
+def keep_compilations(out: Path) -> None:
+    """Let a restarted worker find the executable of its predecessor, in `out` or where JAX_COMPILATION_CACHE_DIR
+    says.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(out / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def write_table(out: Path, name: str, table: dict[str, Any]) -> None:
+    """A small table that a page shows: `tables/<name>.json`."""
+    (out / "tables").mkdir(exist_ok=True)
+    write_atomic(out / "tables" / f"{name}.json", encode(table))
+
+
+def _recorder(writer: Writer) -> Callable[[Path, checkpoint.Kind], None]:
+    def record(path: Path, kind: checkpoint.Kind) -> None:
+        manifest = checkpoint.read_manifest(path)
+        size = sum(fact["bytes"] for fact in manifest.files.values())
+        text = f"Checkpoint after {manifest.step} steps ({kind}, {size / 1e6:.1f} MB)."
+        writer.event("checkpoint", text, step=manifest.step, data={"kind": kind, "bytes": size})
+
+    return record
+
+
+def _facts(
+    config: PretrainConfig,
+    state: State,
+    values: dict[str, float],
+    groups: dict[str, str],
+    out: Path,
+    flops_per_token: float | None,
+) -> dict[str, Any]:
+    lived = read.metrics(out)
+    tokens, seconds = config.num_steps * config.batch_tokens, sum(lived["step_s"].values)
+    facts = {
+        "num_steps": config.num_steps,
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "final_loss": lived["loss"].values[-1],
+        "eval": values,
+        "params_hash": params_hash(state.params),
+        "checkpoint": str(checkpoint.folder(out, config.num_steps).relative_to(out)),
+        "groups": groups,
+    }
+    return facts | ({"train_flops": flops_per_token * tokens} if flops_per_token is not None else {})

@@ -1,0 +1,122 @@
+"""One optimiser step as one pure, jitted function, and the state it carries.
+
+    (loss, aux), g = value_and_grad(program.loss)(params, extra, batch)
+    updates, opt   = optimizer.update(g, opt, params, step=step);  params <- params + updates
+    extra          <- program.after_step(extra, aux);              step   <- step + 1
+
+Invariants: the state goes in and comes out with the same shapes and dtypes and is donated; a run compiles this once
+and calls that executable only (`compile_step`); whatever a page wants to know about a step is computed here, where
+the gradients are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+
+from noonsight.train.optim import Optimizer, by_path
+
+if TYPE_CHECKING:
+    from noonsight.model.program import Program
+
+SKIPPED_CAPACITY = 64
+"""How many skipped steps a run can remember; a run that needs more has another problem."""
+
+Measured = dict[str, jax.Array]
+
+
+class State(NamedTuple):
+    """Everything a run is between two steps. There is no loader state: `batch(step)` gives the data."""
+
+    params: Any
+    opt: Any
+    extra: Any
+    step: jax.Array  # i32[], steps completed = the next step's number
+    skipped: jax.Array  # i32[SKIPPED_CAPACITY], numbers of the steps whose batch was passed over, padded with -1
+
+
+def init_state(program: Program, optimizer: Optimizer, key: jax.Array) -> State:
+    """The state before step 0."""
+    params, extra = program.init(key)
+    skipped = jnp.full((SKIPPED_CAPACITY,), -1, jnp.int32)
+    return State(params, optimizer.init(params), extra, jnp.zeros((), jnp.int32), skipped)
+
+
+def make_train_step(program: Program, optimizer: Optimizer) -> Callable[[State, Any], tuple[State, Measured]]:
+    """`train_step(state, batch) -> (state, metrics)`, jitted with the state donated. Metrics are f32 scalars:
+
+    those of the program, `loss`, `finite` (1 when loss and gradient are), `norm/grad`, `norm/param`, and per optimiser
+    group `norm/grad/G`, `norm/param/G`, `norm/update/G`, `ratio/update/G` and `rate/G` (names of `logbook.vocabulary`).
+    """
+
+    def train_step(state: State, batch: Any) -> tuple[State, Measured]:
+        (loss, aux), grads = jax.value_and_grad(program.loss, has_aux=True)(state.params, state.extra, batch)
+        updates, opt = optimizer.update(grads, state.opt, state.params, step=state.step)
+        params = jax.tree.map(jnp.add, state.params, updates)
+        after = State(params, opt, program.after_step(state.extra, aux), state.step + 1, state.skipped)
+        measured = dict(aux["metrics"]) | _measure(optimizer, state, grads, updates)
+        measured["loss"] = loss
+        measured["finite"] = jnp.isfinite(loss) & jnp.isfinite(measured["norm/grad"])
+        return after, {name: jnp.asarray(value, jnp.float32) for name, value in measured.items()}
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def compile_step(
+    train_step: Callable[[State, Any], tuple[State, Measured]], state: State, batch: Any
+) -> Callable[[State, Any], tuple[State, Measured]]:
+    """The one executable of a run. It accepts these shapes, dtypes and layouts only, so a second compilation cannot
+    happen.
+
+    Raises TypeError when the state would come out of a step different from how it went in.
+    """
+    before = {path: (x.shape, x.dtype) for path, x in by_path(state).items()}
+    after = {path: (x.shape, x.dtype) for path, x in by_path(jax.eval_shape(train_step, state, batch)[0]).items()}
+    if before != after:
+        moved = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+        raise TypeError(
+            f"the train step changes the state it carries at {', '.join(moved[:4])}: "
+            "`after_step` and `update` must keep every leaf with its shape and dtype"
+        )
+    return train_step.lower(state, batch).compile()
+
+
+def skip_step(state: State) -> State:
+    """The state after a step that was passed over: it consumes its number and its batch, and nothing else changes."""
+    return state._replace(step=state.step + 1)
+
+
+def params_hash(params: Any) -> str:
+    """xxh3-128 over path, dtype, shape and bytes of every leaf, in the order of the tree. Equal hash: equal bits."""
+    digest = xxhash.xxh3_128()
+    for path, leaf in by_path(params).items():
+        array = np.ascontiguousarray(jax.device_get(leaf))
+        digest.update(f"{path} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.reshape(-1).view(np.uint8))
+    return digest.hexdigest()
+
+
+def _measure(optimizer: Optimizer, state: State, grads: Any, updates: Any) -> Measured:
+    gradient, size, update = (_group_squares(optimizer, tree) for tree in (grads, state.params, updates))
+    measured = {"norm/grad": jnp.sqrt(sum(gradient.values())), "norm/param": jnp.sqrt(sum(size.values()))}
+    rates = optimizer.rates(state.step)
+    for group in gradient:
+        measured[f"norm/grad/{group}"] = jnp.sqrt(gradient[group])
+        measured[f"norm/param/{group}"] = jnp.sqrt(size[group])
+        measured[f"norm/update/{group}"] = jnp.sqrt(update[group])
+        measured[f"ratio/update/{group}"] = jnp.sqrt(update[group] / jnp.maximum(size[group], 1e-30))
+        measured[f"rate/{group}"] = rates[group]
+    return measured
+
+
+def _group_squares(optimizer: Optimizer, tree: Any) -> dict[str, jax.Array]:
+    totals: dict[str, jax.Array] = {}
+    for path, leaf in by_path(tree).items():
+        group = optimizer.groups[path]
+        totals[group] = totals.get(group, 0.0) + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+    return totals

@@ -1,0 +1,249 @@
+"""The loop in one process: order of the hooks, one late metric, stopping, skipping, one compilation."""
+
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from noonsight.logbook import read
+from noonsight.logbook.claim import claim
+from noonsight.logbook.record import Event, Placement
+from noonsight.logbook.vocabulary import METRICS
+from noonsight.train import checkpoint, health
+from noonsight.train.health import Health, health_table
+from noonsight.train.loop import NonFinite
+from noonsight.train.optim import make_optimizer
+from noonsight.train.pretrain import pretrain
+from noonsight.train.recover import Interrupted
+from noonsight.train.step import compile_step, init_state, make_train_step, params_hash, skip_step
+from tests.train.toy import Program, make_batch, make_program, optimizer_config, pretrain_config, table
+
+
+@pytest.fixture(autouse=True)
+def leave_jax_and_signals_alone():
+    handler = signal.getsignal(signal.SIGTERM)
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def train(out, *, batch=make_batch, evaluate=None, program=None, **changes):
+    with claim(out, "worker") as owned:
+        config = pretrain_config(**changes)
+        return pretrain(
+            config, program or make_program(), batch, out, owned, Placement(), evaluate, table=table()
+        ).facts
+
+
+def kinds(out):
+    return [event.kind for event in read.events(out)]
+
+
+def make_step(program=None):
+    program = program or make_program()
+    optimizer = make_optimizer(optimizer_config(), program.init(jax.random.key(0))[0], num_steps=20, table=table())
+    return make_train_step(program, optimizer), init_state(program, optimizer, jax.random.key(0))
+
+
+def test_a_run_learns_and_writes_every_step_once(tmp_path):
+    seen = []
+    facts = train(
+        tmp_path, evaluate=lambda params, extra, step: seen.append(step) or {"eval/loss": 1.0}, evaluate_every=15
+    )
+    metrics = read.metrics(tmp_path)
+    assert metrics["loss"].steps == tuple(range(40)) and metrics["loss"].values[-1] < 0.5 * metrics["loss"].values[0]
+    assert metrics["eval/loss"].steps == (15, 30, 40) and seen == [15, 30, 40]
+    assert metrics["tokens"].values[-1] == facts["tokens"] == 40 * 16 * 8
+    assert metrics["rate/adam"].values[:2] == (0.0, pytest.approx(1e-2 / 4))
+    assert [path.name[-2:] for path in checkpoint.folders(tmp_path)] == ["10", "20", "30", "40"]
+    assert checkpoint.newest(tmp_path).manifest.kind == "final"
+    assert [event.step for event in read.events(tmp_path) if event.kind == "params-hash"] == list(range(5, 41, 5))
+    last = read.last_progress(tmp_path)
+    assert (last.step, last.of, last.phase) == (40, 40, "done")
+    for name in metrics:
+        assert METRICS[name].sentence
+    assert [row[1] for row in read.tables(tmp_path)["health"]["rows"]] == ["green"] * len(health.RULES)
+
+
+def test_run_again_when_done_changes_nothing(tmp_path):
+    evaluations = []
+    arguments = {"evaluate": lambda *_: evaluations.append(1) or {"eval/loss": 2.0}, "num_steps": 10}
+    first, again = train(tmp_path, **arguments), train(tmp_path, **arguments)
+    assert first == again and len(evaluations) == 1
+
+
+def test_interrupted_at_five_points_the_stream_of_batches_is_the_same(tmp_path):
+    def interrupting(step):
+        taken.append(step)
+        if step in stops:
+            stops.discard(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return make_batch(step)
+
+    taken, stops = [], {3, 11, 12, 25, 39}
+    attempts = 0
+    while attempts < 9:
+        attempts += 1
+        try:
+            facts = train(tmp_path / "broken", batch=interrupting)
+            break
+        except Interrupted:
+            assert checkpoint.newest(tmp_path / "broken").manifest.step == taken[-1], "no step is lost"
+    assert attempts == 6
+    whole = train(tmp_path / "whole")
+    assert facts["params_hash"] == whole["params_hash"]
+    one, other = read.metrics(tmp_path / "broken"), read.metrics(tmp_path / "whole")
+    assert one["loss"].values == other["loss"].values and one["tokens"].values == other["tokens"].values
+
+
+def test_sigterm_breaks_off_an_evaluation_and_keeps_the_step(tmp_path):
+    def evaluate(params, extra, step):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"eval/loss": 1.0}
+
+    with pytest.raises(Interrupted):
+        train(tmp_path, evaluate=evaluate, evaluate_every=5)
+    assert checkpoint.newest(tmp_path).manifest.step == 5
+    assert checkpoint.newest(tmp_path).manifest.kind == "temporary"
+
+
+def test_a_nan_stops_within_a_step_with_its_batch_kept_and_no_checkpoint_of_it(tmp_path):
+    taken = []
+
+    def poisoned(step):
+        taken.append(step)
+        return make_batch(step, bad_step=20)
+
+    with pytest.raises(NonFinite, match=r"Step 20 gave loss nan.*bad_batches/step_00000020.npz"):
+        train(tmp_path, batch=poisoned, checkpoint_every=7)
+    assert max(taken) <= 21
+    assert [int(path.name[5:]) for path in checkpoint.folders(tmp_path)] == [7, 14]
+    kept = np.load(tmp_path / "bad_batches/step_00000020.npz")
+    np.testing.assert_array_equal(next(kept[name] for name in kept.files if "x" in name), poisoned(20)["x"])
+    event = next(event for event in read.events(tmp_path) if event.kind == "non-finite")
+    assert event.step == 20 and event.data["batch"] == "bad_batches/step_00000020.npz"
+
+
+def test_a_nan_on_the_step_of_a_checkpoint_is_found_before_the_save(tmp_path):
+    with pytest.raises(NonFinite):
+        train(tmp_path, batch=lambda step: make_batch(step, bad_step=13), checkpoint_every=7)
+    assert [int(path.name[5:]) for path in checkpoint.folders(tmp_path)] == [7]
+
+
+def test_the_step_after_a_permanent_save_goes_on(tmp_path):
+    train(tmp_path, checkpoint_every=1, num_steps=6)
+    assert read.metrics(tmp_path)["loss"].steps == tuple(range(6)) and len(checkpoint.folders(tmp_path)) == 6
+
+
+def test_damaged_newest_falls_back_and_ends_the_same(tmp_path):
+    whole = train(tmp_path)
+    newest = checkpoint.newest(tmp_path).path
+    (newest / "arrays.safetensors").write_bytes(b"")
+    again = train(tmp_path)
+    assert again["params_hash"] == whole["params_hash"] and "checkpoint-rejected" in kinds(tmp_path)
+
+
+def test_a_skipped_step_takes_its_number_and_changes_nothing_else():
+    _, state = make_step()
+    after = skip_step(state)
+    assert int(after.step) == 1 and after.params is state.params and after.opt is state.opt
+
+
+def test_the_step_is_traced_once_and_its_executable_takes_nothing_else():
+    traced = []
+    program = make_program()
+    counted = Program(program.init, lambda *args: traced.append(1) or program.loss(*args), program.after_step)
+    train_step, state = make_step(counted)
+    compiled = compile_step(train_step, state, make_batch(0))
+    before = len(traced)
+    for step in range(20):
+        state, _ = compiled(state, make_batch(step))
+    assert len(traced) == before
+    with pytest.raises(TypeError):
+        compiled(state, {name: array[:3] for name, array in make_batch(0).items()})
+
+
+def test_a_program_that_changes_its_state_is_refused():
+    program = make_program()
+    odd = Program(program.init, program.loss, lambda extra, aux: {"seen": jnp.zeros((2,))})
+    with pytest.raises(TypeError, match=r"extra\.seen"):
+        compile_step(*make_step(odd), make_batch(0))
+
+
+def test_group_norms_add_up_to_the_norm_over_all_leaves():
+    train_step, state = make_step()
+    total = np.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(state.params)))
+    _, measured = train_step(state, make_batch(0))
+    assert float(measured["norm/param"]) == pytest.approx(total, rel=1e-6)
+    groups = [float(measured[f"norm/grad/{group}"]) for group in ("adam", "adamh", "muonh")]
+    assert float(measured["norm/grad"]) == pytest.approx(np.linalg.norm(groups), rel=1e-6)
+
+
+def test_the_hash_sees_one_bit_the_name_and_the_shape():
+    base = {"a": np.zeros((2, 2), np.float32)}
+    bit = {"a": np.frombuffer(b"\1" + bytes(15), np.float32).reshape(2, 2)}
+    hashes = {params_hash(tree) for tree in (base, bit, {"b": base["a"]}, {"a": base["a"].reshape(4)})}
+    assert len(hashes) == 4 and params_hash(base) == params_hash({"a": jnp.zeros((2, 2))})
+
+
+def test_drawing_random_numbers_elsewhere_changes_nothing(tmp_path):
+    def noisy(step):
+        np.random.seed(step)
+        np.random.random(3)
+        return make_batch(step)
+
+    assert (
+        train(tmp_path / "a", num_steps=6)["params_hash"]
+        == train(tmp_path / "b", num_steps=6, batch=noisy)["params_hash"]
+    )
+
+
+# Sentinels
+
+FINE = {"loss": 1.0, "norm/grad": 1.0, "rate/adam": 0.0, "ratio/update/adam": 1e-3, "router/load_min_over_mean": 0.8}
+
+
+def watch(rows):
+    watcher = Health(pretrain_config(num_steps=1000))
+    return [(step, rule) for step, row in enumerate(rows) for rule, _ in watcher.look(step, row)]
+
+
+def clean(step, **changes):
+    share = float(health.share_of_peak(optimizer_config(), 1000, step))
+    return {**FINE, "rate/adam": np.float32(1e-2 * share), "norm/grad": 1 + 0.5 * np.sin(step), **changes}
+
+
+def test_clean_steps_raise_no_alarm():
+    assert watch([clean(step) for step in range(1000)]) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "fault", "within"),
+    [
+        ("non-finite", {"loss": float("nan")}, 1),
+        ("starved-expert", {"router/load_min_over_mean": 0.01}, 50),
+        ("gradient-jump", {"norm/grad": 20.0}, 1),
+        ("rate-off-schedule", {"rate/adam": 5e-3}, 1),
+        ("nothing-moves", {"ratio/update/adam": 0.0}, 1),
+    ],
+)
+def test_a_planted_fault_is_caught_once(rule, fault, within):
+    found = watch([clean(step, **(fault if step >= 200 else {})) for step in range(260)])
+    assert found[0][1] == rule and 200 <= found[0][0] < 200 + within
+    assert sum(name == rule for _, name in found) == 1
+
+
+def test_the_table_says_green_amber_red():
+    events = [
+        Event(at="", kind="sentinel", text="", cause=rule, step=step)
+        for rule, step in (("non-finite", 3), ("gradient-jump", 9))
+    ]
+    states = {row[0]: row[1] for row in health_table(events, frozenset({"non-finite"}))["rows"]}
+    assert states["non-finite"] == "red" and states["gradient-jump"] == "amber" and states["nothing-moves"] == "green"

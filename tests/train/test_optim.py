@@ -1,0 +1,263 @@
+"""The optimiser against the specification: groups, Newton-Schulz, hyperball, Adam, weight decay, sharding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from noonsight.train import optim
+from noonsight.train.optim import HERO_TABLE, Rule, by_path, hyperball, make_optimizer, newton_schulz
+from tests.train.toy import optimizer_config
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def singular_values(matrix):
+    return np.linalg.svd(np.asarray(matrix, np.float64), compute_uv=False)
+
+
+def with_singular_values(values, rows, columns):
+    left = np.linalg.qr(np.random.default_rng(1).standard_normal((rows, rows)))[0]
+    right = np.linalg.qr(np.random.default_rng(2).standard_normal((columns, columns)))[0]
+    middle = np.zeros((rows, columns))
+    np.fill_diagonal(middle, values)
+    return jnp.asarray(left @ middle @ right.T, jnp.float32)
+
+
+def compose(triples, x):
+    for a, b, c in triples:
+        x = a * x + b * x**3 + c * x**5
+    return x
+
+
+def test_the_triples_in_order_map_singular_values_near_one_and_reversed_do_not():
+    x = np.linspace(0.01, 1, 20001)
+    image = compose(optim.NEWTON_SCHULZ_TRIPLES, x)
+    assert (image.min(), image.max()) == pytest.approx((0.978, 1.032), abs=1e-3)
+    small = compose(optim.NEWTON_SCHULZ_TRIPLES, np.linspace(0.005, 1, 20001))
+    assert (small.min(), small.max()) == pytest.approx((0.978, 1.112), abs=1e-3)
+    reverse = compose(optim.NEWTON_SCHULZ_TRIPLES[::-1], x)
+    assert (reverse.min(), reverse.max()) == pytest.approx((0.027, 1.273), abs=1e-3)
+
+
+def test_newton_schulz_applies_the_triples_in_that_order():
+    values = np.geomspace(1, 0.02, 8)
+    given = values / np.linalg.norm(values)  # what it starts from: each matrix is divided by its own norm
+    matrix = with_singular_values(3.0 * values, 8, 12)
+    got = singular_values(newton_schulz(matrix, "float32"))
+    np.testing.assert_allclose(np.sort(got), np.sort(compose(optim.NEWTON_SCHULZ_TRIPLES, given)), rtol=2e-4)
+    assert np.abs(np.sort(got) - np.sort(compose(optim.NEWTON_SCHULZ_TRIPLES[::-1], given))).max() > 0.2
+
+
+def test_newton_schulz_in_bfloat16_is_still_nearly_orthogonal():
+    got = singular_values(newton_schulz(normal(0, 24, 16), "bfloat16"))
+    assert got.min() > 0.9 and got.max() < 1.12
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.sampled_from([(3, 4), (4, 3), (5, 5)]), st.sampled_from([(), (2,), (2, 3)]), st.integers(0, 99))
+def test_newton_schulz_treats_every_matrix_of_a_stack_alone(matrix, stack, seed):
+    stacked = normal(seed, *stack, *matrix)
+    together = np.asarray(newton_schulz(stacked, "float32")).reshape(-1, *matrix)
+    for alone, got in zip(stacked.reshape(-1, *matrix), together):
+        np.testing.assert_allclose(got, newton_schulz(alone, "float32"), atol=1e-5)
+
+
+def test_newton_schulz_of_zero_is_zero():
+    assert not np.asarray(newton_schulz(jnp.zeros((3, 4)))).any()
+
+
+def test_hyperball_turns_by_the_rate_and_keeps_the_norm():
+    weight, direction = normal(0, 6, 5), normal(1, 6, 5)
+    after = np.asarray(weight + hyperball(weight, direction, 0.1, axes=(-2, -1)), np.float64)
+    w, u = np.asarray(weight, np.float64), np.asarray(direction, np.float64)
+    moved = w - 0.1 * u * np.linalg.norm(w) / np.linalg.norm(u)
+    np.testing.assert_allclose(after, moved * np.linalg.norm(w) / np.linalg.norm(moved), rtol=1e-5)
+
+
+def test_pooled_norm_spans_the_experts_of_a_layer_and_per_matrix_does_not():
+    weight, direction = normal(0, 2, 3, 4, 5), normal(1, 2, 3, 4, 5)
+    direction = direction * jnp.array([1.0, 2.0, 5.0])[None, :, None, None]
+    pooled = weight + hyperball(weight, direction, 0.3, axes=(-3, -2, -1))
+    single = weight + hyperball(weight, direction, 0.3, axes=(-2, -1))
+
+    def norms(x, axes):
+        return np.sqrt(np.sum(np.square(np.asarray(x, np.float64)), axis=axes))
+
+    np.testing.assert_allclose(norms(pooled, (1, 2, 3)), norms(weight, (1, 2, 3)), rtol=1e-6)
+    assert np.abs(norms(pooled, (2, 3)) / norms(weight, (2, 3)) - 1).max() > 0.01
+    np.testing.assert_allclose(norms(single, (2, 3)), norms(weight, (2, 3)), rtol=1e-6)
+    assert np.abs(np.asarray(pooled - single)).max() > 0.01
+
+
+def test_a_zero_direction_moves_nothing_at_all():
+    weight = normal(0, 2, 4, 4)
+    direction = normal(1, 2, 4, 4).at[1].set(0.0)
+    update = np.asarray(hyperball(weight, direction, 0.1, axes=(-2, -1)))
+    assert update[0].any() and not update[1].any()
+
+
+def hero_like(seed=0):
+    shapes = {"embed": (12, 8), "embed_norm": (8,), "embed_gate": {"down": (8, 2), "up": (2, 8)}, "head": (8, 12)}
+    layers = {"wq": (2, 8, 8), "head_gate": (2, 8, 2), "sconv_k": (2, 4, 8), "router": (2, 8, 4), "router_bias": (2, 4)}
+    layers |= {"expert_up": (2, 4, 4, 6), "shared_up": (2, 2, 8, 4), "moe_norm": (2, 8)}
+    keys = iter(range(seed, seed + 99))
+    is_shape = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
+    return jax.tree.map(lambda shape: normal(next(keys), *shape), {**shapes, "layers": layers}, is_leaf=is_shape)
+
+
+def test_groups_are_by_exact_path():
+    groups = make_optimizer(optimizer_config(), hero_like(), num_steps=10).groups
+    expected = {
+        "embed": "adam",
+        "embed_norm": "adam",
+        "embed_gate.down": "muonh",
+        "head": "adamh",
+        "layers.head_gate": "adam",
+    }
+    expected |= {"layers.wq": "muonh", "layers.router": "adam", "layers.router_bias": "adam", "layers.sconv_k": "adam"}
+    assert expected.items() <= groups.items()
+    assert list(groups) == list(by_path(hero_like()))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"embed_nrm": jnp.ones((3,))}, "did you mean 'embed_norm'"),
+        ({"head": jnp.ones((3,))}, "turns matrices"),
+        ({"embed": jnp.ones((3, 3), jnp.bfloat16)}, "float32 masters"),
+    ],
+)
+def test_a_leaf_that_does_not_fit_the_table_is_refused(params, message):
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(optimizer_config(), params, num_steps=10)
+
+
+def run_steps(optimizer, params, num_steps, grad=lambda params, step: hero_like(1000 + step)):
+    @jax.jit
+    def one(params, state, grads, step):
+        updates, state = optimizer.update(grads, state, params, step=step)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    state = optimizer.init(params)
+    for step in range(num_steps):
+        params, state = one(params, state, grad(params, step), jnp.int32(step))
+    return params, state
+
+
+def test_matrices_keep_their_norm_over_200_steps_and_others_do_not():
+    params = hero_like()
+    optimizer = make_optimizer(optimizer_config(matrix_lr=0.02), params, num_steps=200)
+    after, _ = run_steps(optimizer, params, 200)
+    for path, rule in HERO_TABLE.items():
+        if path in by_path(params):
+            axes = (-3, -2, -1) if rule.experts else (-2, -1) if rule.group != "adam" else None
+            before, now = (
+                np.sqrt(np.square(np.asarray(by_path(t)[path], np.float64)).sum(axis=axes)) for t in (params, after)
+            )
+            if rule.group == "adam":
+                assert abs(now / before - 1) > 1e-4, path
+            else:
+                np.testing.assert_allclose(now, before, rtol=1e-5, err_msg=path)
+
+
+def test_one_step_equals_the_equations_in_float64():
+    params, grads = hero_like(), hero_like(500)
+    config = optimizer_config(warmup_fraction=0.0, epsilon=1e-3, weight_decay=0.02)
+    optimizer = make_optimizer(config, params, num_steps=10)
+    _, state = optimizer.update(grads, optimizer.init(params), params, step=jnp.int32(0))
+    updates, _ = optimizer.update(grads, state, params, step=jnp.int32(1))
+    share = 1 - 0.95 * 1 / 10
+    decay = 0.02 * (1 - 1 / 10)
+
+    def adam(path, count):
+        g = np.asarray(by_path(grads)[path], np.float64)
+        mu = sum(0.9**k * 0.1 * g for k in range(count)) / (1 - 0.9**count)
+        nu = sum(0.95**k * 0.05 * g * g for k in range(count)) / (1 - 0.95**count)
+        return mu / (np.sqrt(nu) + 1e-3)
+
+    weight = {path: np.asarray(leaf, np.float64) for path, leaf in by_path(params).items()}
+    got = by_path(updates)
+    np.testing.assert_allclose(got["embed"], -config.adam_lr * share * adam("embed", 2), rtol=2e-4)
+    expected = -config.adam_lr * share * (adam("layers.router", 2) + decay * weight["layers.router"])
+    np.testing.assert_allclose(got["layers.router"], expected, rtol=2e-4)
+    direction = adam("head", 2)
+    radius = np.linalg.norm(weight["head"])
+    moved = weight["head"] - config.matrix_lr * share * direction * radius / np.linalg.norm(direction)
+    np.testing.assert_allclose(
+        got["head"], moved * radius / np.linalg.norm(moved) - weight["head"], rtol=1e-3, atol=1e-6
+    )
+    g = np.asarray(by_path(grads)["layers.wq"], np.float64)
+    momentum = 0.95 * g + g
+    direction = np.asarray(newton_schulz(jnp.asarray(g + 0.95 * momentum, jnp.float32), "float32"), np.float64)
+    for layer in range(2):
+        w, u = weight["layers.wq"][layer], direction[layer]
+        moved = w - config.matrix_lr * share * u * np.linalg.norm(w) / np.linalg.norm(u)
+        expected = moved * np.linalg.norm(w) / np.linalg.norm(moved) - w
+        np.testing.assert_allclose(got["layers.wq"][layer], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_router_bias_has_no_gradient_and_stays():
+    params = hero_like()
+
+    def grad(params, step):
+        grads = hero_like(1000 + step)
+        grads["layers"]["router_bias"] = jnp.zeros((2, 4))
+        return grads
+
+    after, _ = run_steps(make_optimizer(optimizer_config(epsilon=1e-15), params, num_steps=5), params, 5, grad)
+    np.testing.assert_array_equal(after["layers"]["router_bias"], params["layers"]["router_bias"])
+
+
+def test_adamw_equals_optax():
+    import optax
+
+    params = hero_like()
+    config = optimizer_config(kind="adamw", adam_lr=0.01, weight_decay=0.1, warmup_fraction=0.0, min_lr_fraction=1.0)
+    optimizer = make_optimizer(config, params, num_steps=5)
+    mask = {path: group == "adamw" for path, group in optimizer.groups.items()}
+    theirs = optax.adamw(0.01, b1=0.9, b2=0.95, eps=config.epsilon, weight_decay=0.1, mask=optim.like(params, mask))
+    state, expected = theirs.init(params), params
+    for step in range(5):
+        updates, state = theirs.update(hero_like(1000 + step), state, expected)
+        expected = optax.apply_updates(expected, updates)
+    after, _ = run_steps(optimizer, params, 5)
+    for path, leaf in by_path(after).items():
+        np.testing.assert_allclose(leaf, by_path(expected)[path], rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+def test_eight_devices_give_the_update_of_one():
+    params, grads = hero_like(), hero_like(500)
+    optimizer = make_optimizer(optimizer_config(warmup_fraction=0.0), params, num_steps=10)
+    state = optimizer.init(params)
+    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, step=jnp.int32(3))[0])
+    mesh = Mesh(np.array(jax.devices()[:4]), ("expert",))
+
+    def spread(path, leaf):
+        spec = (
+            PartitionSpec(None, "expert")
+            if path == "layers.expert_up"
+            else PartitionSpec(None, "expert")
+            if path == "head"
+            else PartitionSpec()
+        )
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    spread_out = [
+        optim.like(tree, {path: spread(path, leaf) for path, leaf in by_path(tree).items()}) for tree in (grads, params)
+    ]
+    one, many = update(grads, state, params), update(spread_out[0], state, spread_out[1])
+    for path, leaf in by_path(one).items():
+        np.testing.assert_allclose(by_path(many)[path], leaf, rtol=1e-4, atol=1e-6, err_msg=path)
+
+
+def test_own_table():
+    optimizer = make_optimizer(
+        optimizer_config(), {"x": jnp.ones((2, 2))}, num_steps=3, table={"x": Rule(group="adamh")}
+    )
+    assert optimizer.groups == {"x": "adamh"}
