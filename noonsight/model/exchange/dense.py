@@ -1,0 +1,123 @@
+"""Exchanges within one device, which drop nothing: `sorted_blocks` to compute with, `einsum` to check against.
+
+`sorted_blocks` orders the assignments by expert and gives each expert whole blocks of rows, so that every block is one plain
+matrix product; the work is that of the chosen experts plus at most one partly filled block per expert. `einsum` runs every expert
+on every row and weighs the unchosen with 0: E / A times the work, no index arithmetic, hence the oracle.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+BLOCK = 128  # rows of one block; measured best for 1,024 to 4,096 assignments on two cores
+
+_dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def sorted_blocks(
+    x: Float[Array, "T Z"],
+    chosen: Int[Array, "T A"],
+    weights: Float[Array, "T A"],
+    valid: Bool[Array, "T"],
+    gate: Float[Array, "E Z F"],
+    up: Float[Array, "E Z F"],
+    down: Float[Array, "E F Z"],
+) -> tuple[Float[Array, "T Z"], Int[Array, ""]]:
+    """The contract of the package, dropless, with work in proportion to the assignments. `drops` is 0."""
+    num_tokens, per_token = chosen.shape
+    plan = _plan(chosen, valid, gate.shape[0])
+    rows = _gather_rows(x, plan, per_token)
+    gated = jax.nn.silu(_dot("nbz,nzf->nbf", rows, gate[plan.expert]).astype(x.dtype))
+    hidden = gated * _dot("nbz,nzf->nbf", rows, up[plan.expert]).astype(x.dtype)
+    out = _dot("nbf,nfz->nbz", hidden, down[plan.expert]).reshape(-1, x.shape[1])
+    back = _gather_back(out, plan, num_tokens, per_token)
+    y = jnp.sum(back * weights.astype(jnp.float32)[..., None], axis=1)
+    return y.astype(x.dtype), jnp.int32(0)
+
+
+def einsum(
+    x: Float[Array, "T Z"],
+    chosen: Int[Array, "T A"],
+    weights: Float[Array, "T A"],
+    valid: Bool[Array, "T"],
+    gate: Float[Array, "E Z F"],
+    up: Float[Array, "E Z F"],
+    down: Float[Array, "E F Z"],
+) -> tuple[Float[Array, "T Z"], Int[Array, ""]]:
+    """The contract of the package by running all experts on all rows: O(T E) work, for tests and tiny models. `drops` is 0."""
+    sent = weights.astype(jnp.float32) * valid[:, None]
+    share = jnp.sum(jax.nn.one_hot(chosen, gate.shape[0]) * sent[..., None], axis=1)
+    hidden = jax.nn.silu(_dot("tz,ezf->tef", x, gate).astype(x.dtype)) * _dot("tz,ezf->tef", x, up).astype(x.dtype)
+    return _dot("tef,efz,te->tz", hidden, down, share).astype(x.dtype), jnp.int32(0)
+
+
+class _Plan(NamedTuple):
+    """Where each assignment (token * A + choice) sits in the blocks, and what each slot of the blocks holds."""
+
+    expert: Int[Array, "n"]  # expert of each block
+    source: Int[Array, "s"]  # assignment in each slot; T * A where the slot is empty
+    slot: Int[Array, "a"]  # slot of each assignment; n * BLOCK where it is not sent
+
+
+def _plan(chosen: Int[Array, "T A"], valid: Bool[Array, "T"], num_experts: int) -> _Plan:
+    """Stable order by expert; assignments of invalid rows sort behind all experts and get no slot."""
+    num_assignments = chosen.size
+    num_blocks = -(-num_assignments // BLOCK) + num_experts
+    expert = jnp.where(valid[:, None], chosen, num_experts).reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    sizes = jnp.bincount(expert, length=num_experts + 1)
+    padded = -(-sizes // BLOCK) * BLOCK
+    block_start = jnp.cumsum(padded) - padded
+    rank = jnp.arange(num_assignments) - (jnp.cumsum(sizes) - sizes)[expert[order]]
+    place = jnp.where(expert[order] < num_experts, block_start[expert[order]] + rank, num_blocks * BLOCK)
+    source = jnp.full(num_blocks * BLOCK, num_assignments).at[place].set(order, mode="drop", unique_indices=True)
+    slot = jnp.zeros(num_assignments, place.dtype).at[order].set(place, unique_indices=True)
+    ends = jnp.cumsum(padded[:num_experts])
+    block_expert = jnp.searchsorted(ends, jnp.arange(num_blocks) * BLOCK, side="right")
+    return _Plan(jnp.minimum(block_expert, num_experts - 1), source, slot)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gather_rows(x: Float[Array, "T Z"], plan: _Plan, per_token: int) -> Float[Array, "n b Z"]:
+    """The row of each slot, 0 in empty slots. Backward gathers too: no row is ever added by index."""
+    return _take(x, plan.source // per_token).reshape(len(plan.expert), BLOCK, -1)
+
+
+def _gather_rows_forward(x, plan, per_token):
+    return _gather_rows(x, plan, per_token), plan
+
+
+def _gather_rows_backward(per_token, plan, cotangent):
+    rows = cotangent.reshape(-1, cotangent.shape[-1])
+    by_token = _take(rows, plan.slot).reshape(-1, per_token, rows.shape[-1])
+    return jnp.sum(by_token.astype(jnp.float32), axis=1).astype(rows.dtype), None
+
+
+_gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _gather_back(out: Float[Array, "s Z"], plan: _Plan, num_tokens: int, per_token: int) -> Float[Array, "T A Z"]:
+    """Each assignment's result, 0 where it was not sent. Backward is a gather by slot."""
+    return _take(out, plan.slot).reshape(num_tokens, per_token, -1)
+
+
+def _gather_back_forward(out, plan, num_tokens, per_token):
+    return _gather_back(out, plan, num_tokens, per_token), plan
+
+
+def _gather_back_backward(num_tokens, per_token, plan, cotangent):
+    return _take(cotangent.reshape(num_tokens * per_token, -1), plan.source), None
+
+
+_gather_back.defvjp(_gather_back_forward, _gather_back_backward)
+
+
+def _take(rows: Float[Array, "r Z"], index: Int[Array, "i"]) -> Float[Array, "i Z"]:
+    """rows[index], and 0 where the index is past the end."""
+    return rows.at[index].get(mode="fill", fill_value=0)
