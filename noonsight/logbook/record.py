@@ -21,20 +21,20 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all records; exists to state the three options once."""
 
 
-class Artifact(Record):
+class Artifact(Record, kw_only=True):
     """What a stage function returns: small JSON facts; everything large is a file in its folder."""
 
     facts: dict[str, Any] = {}
 
 
-class Fault(Record):
+class Fault(Record, kw_only=True):
     """A fault to be injected on purpose, once. Placement, never identity."""
 
     kind: Literal["kill"]
     at_step: int
 
 
-class Placement(Record):
+class Placement(Record, kw_only=True):
     """Where a stage runs. Never part of identity."""
 
     num_devices: int = 1
@@ -44,7 +44,7 @@ class Placement(Record):
     locations: dict[str, str] = {}  # name used in the config -> folder on this machine
 
 
-class Run(Record):
+class Run(Record, kw_only=True):
     """One execution of a stage: `record.json`."""
 
     schema: int = SCHEMA
@@ -70,7 +70,7 @@ class Run(Record):
     error: str | None = None
 
 
-class ExperimentRecord(Record):
+class ExperimentRecord(Record, kw_only=True):
     """`experiment.json`: the graph and its question, written before anything runs."""
 
     schema: int = SCHEMA
@@ -86,7 +86,7 @@ class ExperimentRecord(Record):
     seconds: float = 0.0
 
 
-class Event(Record):
+class Event(Record, kw_only=True):
     """Something that happened: one line of `events.jsonl`."""
 
     at: str
@@ -100,7 +100,7 @@ class Event(Record):
     data: dict[str, Any] = {}
 
 
-class Progress(Record):
+class Progress(Record, kw_only=True):
     """Heartbeat: one line of `progress.jsonl`."""
 
     step: int
@@ -114,7 +114,7 @@ class Progress(Record):
     text: str = ""
 
 
-class Prediction(Record):
+class Prediction(Record, kw_only=True):
     """A frozen forecast of one metric of one run that does not exist yet."""
 
     schema: int = SCHEMA
@@ -135,7 +135,7 @@ class Prediction(Record):
     hash: str = ""
 
 
-class Verdict(Record):
+class Verdict(Record, kw_only=True):
     """The prediction held against the result."""
 
     schema: int = SCHEMA
@@ -156,7 +156,7 @@ class Verdict(Record):
     at: str
 
 
-class Check(Record):
+class Check(Record, kw_only=True):
     """One line of a receipt."""
 
     name: str
@@ -165,7 +165,7 @@ class Check(Record):
     passed: bool
 
 
-class Receipt(Record):
+class Receipt(Record, kw_only=True):
     """Proof that two things agree."""
 
     schema: int = SCHEMA
@@ -182,7 +182,7 @@ class Receipt(Record):
     at: str
 
 
-class CheckpointManifest(Record):
+class CheckpointManifest(Record, kw_only=True):
     """`manifest.json` of a checkpoint, written last."""
 
     schema: int = SCHEMA
