@@ -27,7 +27,10 @@ def lay_out(stages: list[str], edges: list[tuple[str, str]]) -> dict[str, Any]:
         "width": (max(column.values(), default=0)) * COLUMN + WIDTH,
         "height": int(tallest * ROW + HEIGHT),
         "box": {"width": WIDTH, "height": HEIGHT},
-        "nodes": [{"stage": stage, "x": corner[stage][0], "y": corner[stage][1], "label": stage.split("@")[0]} for stage in stages],
+        "nodes": [
+            {"stage": stage, "x": corner[stage][0], "y": corner[stage][1], "label": stage.split("@")[0]}
+            for stage in stages
+        ],
         "paths": [_curve(corner[start], corner[end]) for start, end in nearest],
     }
 

@@ -6,7 +6,6 @@ missing or of an unknown form becomes a sentence in `problems`, and the page sho
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,6 @@ from noonsight.logbook.record import (
     Prediction,
     Progress,
     Receipt,
-    Record,
     Run,
     Verdict,
 )
@@ -30,12 +28,12 @@ T = TypeVar("T")
 NOT_STAGES = {"site"}
 
 
-class Table(Record, kw_only=True):
+class Table(msgspec.Struct, frozen=True, kw_only=True):
     """One file of `tables/`: a small table, or a text, that a page shows."""
 
     title: str = ""
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[Any, ...], ...] = ()
+    columns: list[str] = []
+    rows: list[list[Any]] = []
     text: str = ""
 
     def records(self) -> list[dict[str, Any]]:
@@ -125,7 +123,7 @@ def open_voyages(root: Path) -> list[Voyage]:
 def open_voyage(root: Path, name: str) -> Voyage:
     """Read all records of one experiment. Never raises for what a file contains."""
     folder, problems = root / name, []
-    record = _attempt(problems, folder / "experiment.json", lambda path: _decode(path, ExperimentRecord))
+    record = _attempt(problems, folder / "experiment.json", lambda _: read.experiment(folder))
     planned = list(record.stages) if record else []
     found = sorted(path.parent.name for path in folder.glob("*/record.json"))
     folders = {address: open_folder(folder / address) for address in dict.fromkeys([*planned, *found])}
@@ -156,17 +154,27 @@ def open_folder(path: Path) -> Folder:
         run=_attempt(problems, path / "record.json", lambda _: read.run(path)),
         events=_attempt(problems, path / "events.jsonl", lambda _: list(read.events(path))) or [],
         progress=_attempt(problems, path / "progress.jsonl", lambda _: read.last_progress(path)),
-        prediction=_attempt(problems, path / "prediction.json", lambda file: _decode(file, Prediction)),
-        verdict=_attempt(problems, path / "verdict.json", lambda file: _decode(file, Verdict)),
+        prediction=_attempt(problems, path / "prediction.json", lambda _: read.prediction(path)),
+        verdict=_attempt(problems, path / "verdict.json", lambda _: read.verdict(path)),
         receipts=_each(problems, path / "receipts", Receipt),
         tables=_each(problems, path / "tables", Table),
         problems=problems,
     )
 
 
-def read_series(folder: Folder, *, attempts: str = "surviving") -> dict[str, Any]:
+def read_series(folder: Folder, *, attempts: str = "surviving") -> dict[str, read.Series]:
     """The metrics of a stage by name; an unreadable file gives no series and one more problem."""
-    return _attempt(folder.problems, folder.path / "metrics.jsonl", lambda _: read.metrics(folder.path, attempts=attempts)) or {}
+    return (
+        _attempt(folder.problems, folder.path / "metrics.jsonl", lambda _: read.metrics(folder.path, attempts=attempts))
+        or {}
+    )
+
+
+def read_moments(folder: Folder) -> list[tuple[int, str]]:
+    """When each measurement of the last pass over a step was written: (step, ISO time) in order of steps."""
+    rows = _attempt(folder.problems, folder.path / "metrics.jsonl", read.lines) or []
+    latest = {row["step"]: row["at"] for row in rows if "at" in row and "step" in row}
+    return sorted(latest.items())
 
 
 def _is_experiment(path: Path) -> bool:
@@ -178,7 +186,9 @@ def _decode(path: Path, kind: type[T]) -> T:
 
 
 def _each(problems: list[str], folder: Path, kind: type[T]) -> dict[str, T]:
-    items = {path.stem: _attempt(problems, path, lambda file: _decode(file, kind)) for path in sorted(folder.glob("*.json"))}
+    items = {
+        path.stem: _attempt(problems, path, lambda file: _decode(file, kind)) for path in sorted(folder.glob("*.json"))
+    }
     return {name: item for name, item in items.items() if item is not None}
 
 
@@ -187,7 +197,7 @@ def _attempt(problems: list[str], path: Path, reader: Callable[[Path], T]) -> T 
         return None
     try:
         return reader(path)
-    except (OSError, ValueError, TypeError, KeyError, msgspec.MsgspecError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, msgspec.MsgspecError) as error:
         problem = f"{path.parent.name}/{path.name} cannot be read: {error}"
         if problem not in problems:
             problems.append(problem)

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from noonsight.logbook.chain import content_hash
 from noonsight.logbook.record import (
     Check,
     Event,
@@ -56,7 +57,9 @@ STAGES: dict[str, tuple[tuple[str, ...], float, str]] = {
 RUNGS = {"rung-32@1": (166, 2.61), "rung-40@1": (220, 2.47), "rung-48@1": (271, 2.37), "rung-64@1": (332, 2.24)}
 
 
-def write_sample(root: Path, *, experiment: str = "miniature", seed: int = 7, steps: int = 1348, status: str = "done") -> Path:
+def write_sample(
+    root: Path, *, experiment: str = "miniature", seed: int = 7, steps: int = 1348, status: str = "done"
+) -> Path:
     """Write one experiment below `root`. `status` is that of the target: done, running or failed."""
     random.seed(seed)
     folder = root / experiment
@@ -150,7 +153,9 @@ def _training(out: Path, clock: datetime, steps: int, *, last: float, seconds: f
         lines.append(encode({"step": step, "attempt": attempt, "at": _iso(at), **values}))
     _write(out / "metrics.jsonl", b"\n".join(lines) + b"\n")
     _write(out / "events.jsonl", b"".join(encode(event) + b"\n" for event in events))
-    progress = Progress(step=steps, of=max(steps, 1348) if kill else steps, at=_iso(at), monotonic=1.0, attempt=attempt, rate=6.7)
+    progress = Progress(
+        step=steps, of=max(steps, 1348) if kill else steps, at=_iso(at), monotonic=1.0, attempt=attempt, rate=6.7
+    )
     _write(out / "progress.jsonl", encode(progress) + b"\n")
 
 
@@ -164,26 +169,33 @@ def _measurements(step: int, steps: int, last: float) -> dict[str, Any]:
         "loss": loss + 2e-4,
         "cross_entropy": loss,
         "z_loss": 2e-4 + random.random() * 4e-5,
+        "tokens": (step + 1) * TOKENS_PER_STEP,
         "tokens_per_s": 6900 + random.gauss(0, 160) - (2600 if step % 120 == 119 else 0),
         "step_s": 0.148 + random.random() * 0.006,
-        "grad_norm": gradient + random.gauss(0, 0.03),
-        "router_entropy": 1.86 + 0.2 * (1 - math.exp(-step / 200)) + random.gauss(0, 0.006),
-        "expert_load_max": 1.9 - 0.7 * (1 - math.exp(-step / 90)) + random.gauss(0, 0.05),
-        "dropped_fraction": max(0.0, 0.05 * math.exp(-step / 70) + random.gauss(0, 0.0015)),
+        "norm/grad": gradient + random.gauss(0, 0.03),
+        "router/entropy": 1.86 + 0.2 * (1 - math.exp(-step / 200)) + random.gauss(0, 0.006),
+        "router/load_max_over_mean": 1.9 - 0.7 * (1 - math.exp(-step / 90)) + random.gauss(0, 0.05),
+        "router/drop_rate": max(0.0, 0.05 * math.exp(-step / 70) + random.gauss(0, 0.0015)),
     }
     for place, group in enumerate(GROUPS):
-        values[f"grad_norm/{group}"] = gradient * (0.8, 0.45, 0.2)[place] + random.gauss(0, 0.02)
-        values[f"param_norm/{group}"] = (24.0, 9.5, 4.0)[place] * (1 + (0, 0, 0.3)[place] * step / steps)
-        values[f"learning_rate/{group}"] = rate * (0.0158, 0.00365, 0.00365)[place]
+        values[f"norm/grad/{group}"] = gradient * (0.8, 0.45, 0.2)[place] + random.gauss(0, 0.02)
+        values[f"norm/param/{group}"] = (24.0, 9.5, 4.0)[place] * (1 + (0, 0, 0.3)[place] * step / steps)
+        values[f"rate/{group}"] = rate * (0.0158, 0.00365, 0.00365)[place]
     if step % 150 == 0 or step == steps - 1:
-        values["heldout_bits_per_byte"] = (curve + 0.02) / math.log(2) / BYTES_PER_TOKEN
+        values["eval/bits_per_byte"] = (curve + 0.02) / math.log(2) / BYTES_PER_TOKEN
     return values
 
 
 def _kill_events(moment: datetime, step: int) -> list[Event]:
     later = moment + timedelta(seconds=4.1)
     return [
-        Event(at=_iso(moment), kind="kill-injected", text=f"The worker was killed on purpose at step {step}.", cause="injected", step=step),
+        Event(
+            at=_iso(moment),
+            kind="kill-injected",
+            text=f"The worker was killed on purpose at step {step}.",
+            cause="injected",
+            step=step,
+        ),
         Event(at=_iso(moment), kind="crash", text="The worker ended by signal 9.", cause="killed", step=step),
         Event(
             at=_iso(later),
@@ -201,7 +213,9 @@ def _kill_events(moment: datetime, step: int) -> list[Event]:
 def _unfinished(run: Run, status: str) -> Run:
     changes: dict[str, Any] = {"status": status, "ended_at": None, "seconds": 121.0, "facts": {}}
     if status == "failed":
-        changes["error"] = "Traceback (most recent call last):\n  ...\nOSError: no space left on the disk of the run's folder"
+        changes["error"] = (
+            "Traceback (most recent call last):\n  ...\nOSError: no space left on the disk of the run's folder"
+        )
     return Run(**{name: changes.get(name, getattr(run, name)) for name in run.__struct_fields__})
 
 
@@ -222,8 +236,10 @@ def _prediction(experiment: str) -> Prediction:
         decision="Start the target: the interval is narrower than a tenth of its median.",
         frozen_at=_iso(START + timedelta(seconds=109)),
     )
-    digest = hashlib.sha256(encode(prediction)).hexdigest()
-    return Prediction(**{name: digest if name == "hash" else getattr(prediction, name) for name in prediction.__struct_fields__})
+    digest = content_hash(prediction)
+    return Prediction(
+        **{name: digest if name == "hash" else getattr(prediction, name) for name in prediction.__struct_fields__}
+    )
 
 
 def _verdict(prediction: Prediction) -> Verdict:
@@ -246,7 +262,12 @@ def _verdict(prediction: Prediction) -> Verdict:
 def _facts(address: str, steps: int) -> dict[str, Any]:
     if address in RUNGS:
         count, result = RUNGS[address]
-        return {"tokens": count * TOKENS_PER_STEP, "steps": count, "bits_per_byte": result, "seconds": STAGES[address][1]}
+        return {
+            "tokens": count * TOKENS_PER_STEP,
+            "steps": count,
+            "bits_per_byte": result,
+            "seconds": STAGES[address][1],
+        }
     return {
         "documents@1": {"documents": 2914, "bytes": 11_890_000},
         "duplicates@1": {"clusters": 412, "duplicates": 803},
@@ -276,8 +297,20 @@ def _facts(address: str, steps: int) -> dict[str, Any]:
 def _config(address: str) -> dict[str, Any]:
     if address == "target@1" or address in RUNGS:
         width = 96 if address == "target@1" else int(address.split("-")[1].split("@")[0])
-        model = {"width": width, "num_layers": 3 if width == 96 else 2, "num_experts": 8, "num_experts_per_token": 2, "vocab_size": 4096}
-        return {"model": model, "sequence_length": 256, "batch_size": 4, "seed": 1, "rates": {"muonh": 0.0158, "adamh": 0.00365}}
+        model = {
+            "width": width,
+            "num_layers": 3 if width == 96 else 2,
+            "num_experts": 8,
+            "num_experts_per_token": 2,
+            "vocab_size": 4096,
+        }
+        return {
+            "model": model,
+            "sequence_length": 256,
+            "batch_size": 4,
+            "seed": 1,
+            "rates": {"muonh": 0.0158, "adamh": 0.00365},
+        }
     return {"seed": 1, "threshold": 0.8}
 
 
@@ -287,26 +320,59 @@ def _flow() -> dict[str, Any]:
         for place, (source, megabytes) in enumerate(SOURCES.items()):
             part = share if source != "shakespeare" or share > 0.9 else share * 0.8
             rows.append([stage, source, int(megabytes * 245 * part) + place, int(megabytes * 1e6 * part)])
-    return {"title": "From what was read to what trains", "columns": ["stage", "source", "documents", "bytes"], "rows": rows, "text": ""}
+    return {
+        "title": "From what was read to what trains",
+        "columns": ["stage", "source", "documents", "bytes"],
+        "rows": rows,
+        "text": "",
+    }
 
 
 def _reasons() -> dict[str, Any]:
-    rows = [["near copy of a kept document", 641, 3_214_000], ["exact copy", 162, 802_000], ["too few letters", 71, 118_000]]
-    return {"title": "Why documents left", "columns": ["reason", "documents", "bytes"], "rows": rows, "text": "Each removal is in the ledger with its evidence."}
+    rows = [
+        ["near copy of a kept document", 641, 3_214_000],
+        ["exact copy", 162, 802_000],
+        ["too few letters", 71, 118_000],
+    ]
+    return {
+        "title": "Why documents left",
+        "columns": ["reason", "documents", "bytes"],
+        "rows": rows,
+        "text": "Each removal is in the ledger with its evidence.",
+    }
 
 
 def _samples() -> dict[str, Any]:
     rows = [
-        ["The king", " shall have the letters of the world, and so the sea\nDoth make him sweet: I will not be the man."],
-        ["To build the database", ", the query planner is used to the index of the table when the value is not a column."],
-        ["hacker", " /n./ The person who writes <script>alert(1)</script> in a sample & hopes that a page will run it."],
+        [
+            "The king",
+            " shall have the letters of the world, and so the sea\nDoth make him sweet: I will not be the man.",
+        ],
+        [
+            "To build the database",
+            ", the query planner is used to the index of the table when the value is not a column.",
+        ],
+        [
+            "hacker",
+            " /n./ The person who writes <script>alert(1)</script> in a sample & hopes that a page will run it.",
+        ],
     ]
-    return {"title": "Three samples", "columns": ["prompt", "completion"], "rows": rows, "text": "Temperature 0.8, seed 1."}
+    return {
+        "title": "Three samples",
+        "columns": ["prompt", "completion"],
+        "rows": rows,
+        "text": "Temperature 0.8, seed 1.",
+    }
 
 
 def _health() -> dict[str, Any]:
     rows = [
-        ["Gradient norm", "the last 100 steps stay within twice the median of the 500 before", "green", "0.31, median 0.33"],
+        [
+            "Gradient norm",
+            "the last 100 steps stay within twice the median of the 500 before",
+            "green",
+            "0.31, median 0.33",
+        ],
         ["Constrained parameters", "row norms differ from their start by less than 1e-3", "green", "4e-7"],
         ["Dropped tokens", "below 1 % after a tenth of the run", "green", "0.02 %"],
         ["Loss", "inside the band at the end", "green", "2.031 in 1.982 to 2.094"],
