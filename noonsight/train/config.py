@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from noonsight.model.config import ModelConfig
+from noonsight.model.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
