@@ -44,7 +44,7 @@ def canonical(config: Any) -> dict[str, Any]:
     except (TypeError, ValueError, NameError, msgspec.MsgspecError) as error:
         raise ValueError(
             f"config {kind.__name__} cannot be written down and read back: {error}. Use literals, tuples and nested "
-            "frozen dataclasses; finite numbers only."
+            "frozen dataclasses, finite numbers only, and import the types of its fields outside `if TYPE_CHECKING`."
         ) from None
     return values
 
