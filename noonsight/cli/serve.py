@@ -19,8 +19,8 @@ def export(run: Path, out: Path) -> int:
         raise ValueError(f"there is no folder {run}; noon show lists experiments, noon show NAME their stages.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not an empty folder; an export is written into a new one. Choose another path.")
-    from noonsight.recipe import export_run
+    from noonsight.recipe.publishing import export_run
 
-    export_run(run, out)
-    print(f"exported to {out}")
-    return 0
+    _, receipt = export_run(run, out)
+    print(f"exported to {out}; loaded again it gives {'the same' if receipt.passed else 'OTHER'} logits.")
+    return 0 if receipt.passed else 1

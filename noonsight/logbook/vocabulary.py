@@ -65,6 +65,7 @@ METRICS: Mapping[str, Metric] = Vocabulary(
             "lower",
             "Bits needed per byte of held-out text: comparable across tokenizers, and what predictions are about.",
         ),
+        _metric("bits_per_byte", "bits/byte", "lower", "`eval/bits_per_byte` of a finished run: what is predicted."),
         _metric("eval/bits_per_byte/", "bits/byte", "lower", "Bits per byte of held-out text of one domain."),
         _metric(
             "eval/bits_per_byte_macro",

@@ -4,7 +4,8 @@
 
 `code` is the source closure: in the function's own module the definitions that the function reaches by name, and every
 file of ours that their imports reach, transitively. So an edit elsewhere in a long module moves nothing, and no edit
-that could change the result goes unseen. Placement, paths and times never enter.
+that could change the result goes unseen. The office itself (`noonsight.plan`) starts stages and computes nothing, so
+it is left out. Placement, paths and times never enter.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def canonical(config: Any) -> dict[str, Any]:
     except (TypeError, ValueError, NameError, msgspec.MsgspecError) as error:
         raise ValueError(
             f"config {kind.__name__} cannot be written down and read back: {error}. Use literals, tuples and nested "
-            "frozen dataclasses; finite numbers only."
+            "frozen dataclasses, finite numbers only, and import the types of its fields outside `if TYPE_CHECKING`."
         ) from None
     return values
 
@@ -85,7 +86,7 @@ def source_closure(function: Function, experiment_file: Path) -> dict[str, str]:
     waiting, seen = sorted(imports), {name}
     while waiting:
         module = waiting.pop()
-        if module in seen or (path := _locate(module, roots)) is None:
+        if module in seen or module.startswith("noonsight.plan") or (path := _locate(module, roots)) is None:
             continue
         seen.add(module)
         text = path.read_text(encoding="utf-8")

@@ -82,7 +82,7 @@ def describe(beat: Progress | None, elapsed_s: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as people say them: 4.2 s, 3 min 05 s, 2 h 10 min, 5 d 3 h."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     for unit, below, size, smaller in (("min", "s", 60, 1), ("h", "min", 3600, 60), ("d", "h", 86400, 3600)):

@@ -71,6 +71,7 @@ def test_the_closure_follows_imports_through_files_and_into_functions(tmp_path):
         "def used(config, inputs, out):\n"
         "    import lazy\n"
         "    from noonsight.logbook import record\n"
+        "    from noonsight.plan import worker\n"
         "    return helper()\n"
         "def helper():\n"
         "    return LIMIT\n"
@@ -85,7 +86,8 @@ def test_the_closure_follows_imports_through_files_and_into_functions(tmp_path):
 
     first = closure()
     assert first.keys() >= {"file.py", "lazy.py", "deep.py", "noonsight/logbook/record.py"}
-    assert "unused.py" not in first and not any(name.startswith(("msgspec", "jax")) for name in first)
+    assert "unused.py" not in first
+    assert not any(name.startswith(("msgspec", "jax", "noonsight/plan")) for name in first)
     path.write_text(path.read_text().replace("OTHER = 4", "OTHER = 5").replace("return unused", "return 0, unused"))
     assert closure() == first
     path.write_text(path.read_text().replace("LIMIT = 3", "LIMIT = 4"))
