@@ -129,8 +129,10 @@ def build_store(config: StoreConfig, inputs: Mapping[str, Path], out: Path) -> A
     tokenizer = tokenizers.load(inputs["tokenizer"])
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     parts = {split: _SplitParts(out / f".{split}", dtype) for split in SPLITS}
+    num_control_strings = 0  # encoded as text; counted, because someone will ask
     for documents in _groups(kept_documents(inputs["documents"], inputs["select"]), READ_ROWS):
         for document, ids in zip(documents, tokenizer.encode_batch([d.text for d in documents])):
+            num_control_strings += sum(map(document.text.count, tokenizers.SPECIALS))
             tokens = np.array([*ids, tokenizer.eos], dtype)
             num_bytes = len(document.text.encode("utf-8"))
             if tokenizer.byte_lengths[tokens].sum() != num_bytes:
@@ -161,6 +163,7 @@ def build_store(config: StoreConfig, inputs: Mapping[str, Path], out: Path) -> A
             "num_documents": {split: entry.num_documents for split, entry in splits.items()},
             "num_bytes": {split: entry.num_bytes for split, entry in splits.items()},
             "num_cells": len(splits["train"].cells),
+            "num_control_strings": num_control_strings,
             "dtype": dtype,
             "digest": xxhash.xxh3_128_hexdigest(encode(manifest)),
         }

@@ -10,7 +10,7 @@ import pytest
 from noonsight.tokens.batches import heldout
 from noonsight.tokens.store import open_store
 from noonsight.tokens.tokenizer import load
-from tests.tokens.voyage import run_store, run_tokenizer, sentence, write_corpus
+from tests.tokens.voyage import run_store, run_tokenizer, sentence, store_facts, write_corpus
 
 CELLS = ["seaq0", "land/../q4", "seaq2"]
 
@@ -174,3 +174,14 @@ def test_a_cell_of_two_levels_is_refused(tmp_path):
     pq.write_table(table.set_column(table.column_names.index("level"), "level", [levels]), file)
     with pytest.raises(ValueError, match="cell 'seaq0' holds domain and level"):
         run_store(tmp_path, tokenizer)
+
+
+def test_facts_count_tokens_and_the_control_strings_that_text_spells(tmp_path):
+    rng = np.random.default_rng(0)
+    write_corpus(tmp_path, [sentence(rng, 40) + "<|end|> <|reserved_1|>" for _ in range(20)])
+    facts = store_facts(tmp_path, run_tokenizer(tmp_path))
+    store = open_store(tmp_path / "store")
+    assert facts["num_control_strings"] == 40 and facts["digest"] == store.digest
+    total = store.manifest.splits["train"].num_tokens
+    assert facts["num_tokens"] == {"heldout": 0, "train": total}
+    assert (store.tokens("train").read(0, total) == store.manifest.eos).sum() == 20
