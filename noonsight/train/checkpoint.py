@@ -57,11 +57,11 @@ class Found:
 
 
 class Saver:
-    """Saves in one background thread: the loop waits for the copy off the device, and for a save still in flight,
-    never for the disk.
+    """Saves in one background thread: the loop waits for the copy off the device and for the save before, not for disk.
 
-    A save that failed is raised in the caller's thread, by the next `save`, `poll` or `join`.
-    A context manager: leaving it finishes the save in flight. The first save of a process is read back and compared, so that a state that cannot be restored is found at once.
+    A save that failed is raised in the caller's thread, by the next `save`, `poll` or `join`. A context manager:
+    leaving it finishes the save in flight. The first save of a process is read back and compared, so that a state
+    that cannot be restored is found at once.
     """
 
     def __init__(self, out: Path, claim: Claim, *, attempt: int, on_saved: Callable[[Path, Kind], None]) -> None:

@@ -171,21 +171,19 @@ class Journal:
         return speed
 
     def _refuse(self, step: int, data: Any, values: dict[str, float]) -> None:
-        kept = self._out / "bad_batches" / f"step_{step:08d}.npz"
-        kept.parent.mkdir(exist_ok=True)
+        name = f"bad_batches/step_{step:08d}.npz"
+        (self._out / name).parent.mkdir(exist_ok=True)
         leaves = {
             jax.tree_util.keystr(path, simple=True): leaf
             for path, leaf in jax.tree_util.tree_flatten_with_path(data)[0]
         }
-        np.savez(kept, **leaves)
-        culprits = [name for name, value in values.items() if not math.isfinite(value)]
+        np.savez(self._out / name, **leaves)
+        culprits = ", ".join(key for key, value in values.items() if not math.isfinite(value))
         text = (
             f"Step {step} gave loss {values['loss']} and gradient norm {values['norm/grad']}; "
-            f"not finite: {', '.join(culprits)}. Its batch is kept in {kept.relative_to(self._out)}; no checkpoint holds its effect."
+            f"not finite: {culprits}. Its batch is kept in {name}; no checkpoint holds its effect."
         )
-        self._writer.event(
-            "non-finite", text, cause="non-finite", step=step, data={"batch": str(kept.relative_to(self._out))}
-        )
+        self._writer.event("non-finite", text, cause="non-finite", step=step, data={"batch": name})
         raise NonFinite(text)
 
 

@@ -114,7 +114,7 @@ def initial_or_restored(init: Callable[[], State], out: Path, writer: Writer) ->
 
 
 def carry_evaluations(out: Path, writer: Writer, step: int) -> dict[str, float]:
-    """Evaluations that an earlier attempt made of the very state this one starts from; written again, for they still hold."""
+    """Evaluations that an earlier attempt made of the very state this one starts from, written again: they still hold."""
     series = read.metrics(out, attempts="all")
     found = {name: dict(zip(line.steps, line.values)) for name, line in series.items() if name.startswith("eval/")}
     values = {name: by_step[step] for name, by_step in found.items() if step in by_step}
@@ -127,8 +127,8 @@ def keep_compilations(out: Path) -> None:
     """Let a restarted worker find the executable of its predecessor, in `out` or where JAX_COMPILATION_CACHE_DIR
     says.
     """
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(out / "compiled"))
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(out / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

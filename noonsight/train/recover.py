@@ -28,7 +28,7 @@ import msgspec
 
 from noonsight.logbook import read
 from noonsight.logbook.claim import Claim, Fenced, Held, claim
-from noonsight.logbook.record import Artifact, Placement, encode, now
+from noonsight.logbook.record import Artifact, Placement, Progress, encode, now
 from noonsight.logbook.write import Writer, append_line, write_atomic
 
 POLL_S = 0.05
@@ -38,7 +38,7 @@ PATIENCE_S = {"start": 900.0, "compile": 3600.0, "evaluate": 1800.0, "save": 180
 compilation is no hang.
 """
 
-PARENT, FAULTS = "NOONSIGHT_PARENT", "faults.jsonl"
+PARENT, FAULTS, PROGRESS = "NOONSIGHT_PARENT", "faults.jsonl", "progress.jsonl"
 
 
 class Interrupted(BaseException):
@@ -80,15 +80,15 @@ class _Watched:
     """A worker and what the supervisor has seen of it."""
 
     process: subprocess.Popen[bytes]
-    old_attempt: int  # heartbeats of this attempt or an older one are not this worker's
     log_start: int  # where in the log its own words begin
     num_faults: int  # injected before its time
+    beats_read: int  # bytes of the heartbeats already taken in
     seen_at: float = field(default_factory=time.monotonic)
-    seen: tuple[int, int, str, float] | None = None
     phase: str = "start"
     step: int | None = None  # completed steps, once it is known where the worker resumed
     resumed_at: int | None = None
     first_step_at: float | None = None
+    regained_at: float | None = None  # when it was as far as the one before it
     median_step_s: float = 0.0
 
 
@@ -253,9 +253,10 @@ class Faults:
 
 
 def _start(command: Sequence[str], out: Path, placement: Placement) -> _Watched:
-    last, log_path = read.last_progress(out), out / "worker.log"
     environment = os.environ | placement.environment | {PARENT: str(os.getpid())}
-    with log_path.open("ab") as log:
+    progress = out / PROGRESS
+    beats = progress.read_bytes().rfind(b"\n") + 1 if progress.exists() else 0
+    with (out / "worker.log").open("ab") as log:
         log_start = log.seek(0, os.SEEK_END)
         # A session of its own: Ctrl-C reaches the supervisor alone, which then asks the worker to save.
         process = subprocess.Popen(
@@ -268,9 +269,9 @@ def _start(command: Sequence[str], out: Path, placement: Placement) -> _Watched:
         )
     return _Watched(
         process=process,
-        old_attempt=last.attempt if last else -1,
         log_start=log_start,
         num_faults=len(read.lines(out / FAULTS)),
+        beats_read=beats,
     )
 
 
@@ -281,8 +282,8 @@ def _watch(
     oom_kills = _num_oom_kills()
     while True:
         code = worker.process.poll()
-        _observe(worker, out)
-        if outage and (code == 0 or _has_regained(worker, outage)):
+        _observe(worker, out, outage)
+        if outage and (code == 0 or worker.regained_at is not None):
             _report_restart(worker, outage, writer)
             outage = None
         if code is not None:
@@ -296,28 +297,30 @@ def _watch(
             worker.process.wait(timeout=POLL_S)
 
 
-def _has_regained(worker: _Watched, outage: _Outage) -> bool:
-    if worker.step is None or worker.resumed_at is None:
-        return False
-    return worker.step >= outage.step and worker.step > worker.resumed_at
-
-
-def _observe(worker: _Watched, out: Path) -> None:
-    beat = read.last_progress(out)
-    if beat is None or beat.attempt <= worker.old_attempt:
-        return
-    seen = (beat.attempt, beat.step, beat.phase, beat.monotonic)
-    if seen == worker.seen:
-        return
-    worker.seen, worker.seen_at, worker.phase = seen, time.monotonic(), beat.phase
-    if beat.phase != "start":
+def _observe(worker: _Watched, out: Path, outage: _Outage | None) -> None:
+    """Take in every heartbeat since the last look: a fast worker makes many steps between two."""
+    for beat in _new_beats(worker, out):
+        worker.seen_at, worker.phase = time.monotonic(), beat.phase
+        worker.median_step_s = 1 / beat.rate if beat.rate else worker.median_step_s
+        if beat.phase == "start":
+            continue
         if worker.resumed_at is None:
-            worker.resumed_at = beat.step - 1 if beat.phase == "run" else beat.step
+            worker.resumed_at = beat.step
         worker.step = beat.step
-        if worker.first_step_at is None and beat.step > worker.resumed_at:
-            worker.first_step_at = beat.monotonic
-    if beat.rate:
-        worker.median_step_s = 1 / beat.rate
+        if beat.step > worker.resumed_at:
+            worker.first_step_at = worker.first_step_at or beat.monotonic
+            if outage and beat.step >= outage.step:
+                worker.regained_at = worker.regained_at or beat.monotonic
+
+
+def _new_beats(worker: _Watched, out: Path) -> list[Progress]:
+    with contextlib.suppress(FileNotFoundError), (out / PROGRESS).open("rb") as file:
+        file.seek(worker.beats_read)
+        data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        worker.beats_read += len(whole)
+        return [msgspec.json.decode(line, type=Progress, strict=False) for line in whole.splitlines()]
+    return []
 
 
 def _patience(worker: _Watched, placement: Placement) -> float:
@@ -367,7 +370,7 @@ def _report_ending(
 
 def _report_restart(worker: _Watched, outage: _Outage, writer: Writer) -> None:
     resumed_at = outage.step if worker.resumed_at is None else worker.resumed_at
-    lost, lost_s = max(outage.step - resumed_at, 0), max(worker.seen_at - outage.since, 0.0)
+    lost, lost_s = max(outage.step - resumed_at, 0), max((worker.regained_at or worker.seen_at) - outage.since, 0.0)
     writer.event(
         "restart",
         f"Started again from step {resumed_at}: {lost} steps done twice, {lost_s:.1f} s lost ({outage.cause}).",

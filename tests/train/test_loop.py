@@ -23,10 +23,11 @@ from tests.train.toy import Program, make_batch, make_program, optimizer_config,
 
 
 @pytest.fixture(autouse=True)
-def leave_jax_and_signals_alone():
-    handler = signal.getsignal(signal.SIGTERM)
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
+def leave_jax_and_signals_alone(tmp_path_factory, monkeypatch):
+    """One compilation cache for all tests here, and everything as it was afterwards."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
+    names = [f"jax_{name}" for name in ("compilation_cache_dir", "persistent_cache_min_compile_time_secs")]
+    before, handler = {name: getattr(jax.config, name) for name in names}, signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
     for name, value in before.items():

@@ -63,7 +63,7 @@ def test_what_a_restart_would_repeat_is_stopped(tmp_path, part):
 def test_the_same_crash_at_the_same_step_stops_after_three(tmp_path):
     with pytest.raises(RunStopped, match=r"3 times in a row without progress.*the same every time"):
         supervised(tmp_path, "puppet", "crash")
-    assert kinds(tmp_path) == ["crash"] * 3 + ["stop"]
+    assert kinds(tmp_path).count("crash") == 3 and kinds(tmp_path)[-1] == "stop"
 
 
 def test_a_slow_compilation_is_no_hang(tmp_path):

@@ -51,7 +51,7 @@ def table() -> dict[str, Any]:
 
 
 def make_program() -> Program:
-    """y = (gain * tanh(x inner)) outer, least squares; `extra` counts tokens seen, so that it has to be restored too."""
+    """y = (gain * tanh(x inner)) outer, least squares; `extra` counts tokens seen, to be restored too."""
     import jax
     import jax.numpy as jnp
 
