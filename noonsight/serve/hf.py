@@ -162,6 +162,11 @@ def import_model(folder: Path) -> tuple[Params, dict[str, NDArray], ModelConfig]
     return params, extra, config
 
 
+def stored_dtype(folder: Path) -> str:
+    """The dtype of the folder's matrices, of DTYPES."""
+    return _read_json(folder / "config.json")["dtype"]
+
+
 def write_digest(folder: Path) -> str:
     """Write digest.json: SHA-256 of every file and of the sorted list of them. Returns the latter."""
     files = _hashes(folder)
