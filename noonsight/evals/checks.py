@@ -1,7 +1,7 @@
 """Guards on the evaluator itself, run beside an evaluation: does the yardstick measure?
 
-A model that knows nothing needs exactly 8 bits for a byte; a document's score must not depend on the company it is scored
-in; and no number counts without its records. Each guard gives a `Check`, for a receipt.
+A model that knows nothing needs exactly 8 bits for a byte; a document's score must not depend on the company it is
+scored in; and no number counts without its records. Each guard gives a `Check`, for a receipt.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ UNIFORM_TEXT = "héllo wörld " * 40  # two characters in eleven are two bytes l
 
 
 def uniform_bytes(*, sequence_length: int, batch_size: int) -> Check:
-    """A uniform model over bytes must score 8 bits per byte on text that is not ASCII. The value is the distance from 8."""
+    """A uniform model over bytes scores 8 bits per byte on text that is not ASCII. The value is the distance from 8."""
     content = UNIFORM_TEXT.encode("utf-8")
     document = HeldoutDocument(
-        doc_uid="uniform", domain="check", tokens=np.frombuffer(content, np.uint8).astype(np.int32), num_bytes=len(content)
+        doc_uid="uniform",
+        domain="check",
+        tokens=np.frombuffer(content, np.uint8).astype(np.int32),
+        num_bytes=len(content),
     )
 
     def losses(batch: Batch) -> Any:
@@ -43,7 +46,7 @@ def batch_equals_solo(
     bound: float = 1e-4,
     num_documents: int = 3,
 ) -> Check:
-    """The first documents scored alone must score as they did together. The value is the largest difference, nats a token."""
+    """The first documents alone must score as they did together. The value is the largest difference, nats a token."""
     largest = 0.0
     for document, together in list(zip(documents, scores.documents))[:num_documents]:
         alone = bits_per_byte(token_losses, [document], sequence_length=scores.context, batch_size=batch_size, eos=eos)
@@ -52,7 +55,7 @@ def batch_equals_solo(
 
 
 def complete(scores: Scores, documents: Sequence[HeldoutDocument]) -> Check:
-    """Every document must have its record, with all its tokens and bytes. The value is the number of those that do not."""
+    """Every document must have its record, with all its tokens and bytes. The value is how many have not."""
     given = {document.doc_uid: (len(document.tokens), document.num_bytes) for document in documents}
     found = {record.doc_uid: (record.num_tokens, record.num_bytes) for record in scores.documents}
     wrong = [uid for uid in given.keys() | found.keys() if given.get(uid) != found.get(uid)]

@@ -2,10 +2,11 @@
 
     BPB = sum of token losses in nats / ln 2 / sum of UTF-8 bytes
 
-Each document is scored alone behind one EOS: the first token from the EOS, the others from what precedes them. A document
-longer than a row is cut into windows that overlap by one token, so that every token is predicted exactly once; the first
-token of a later window sees one token of context, the last one `sequence_length - 1`. Windows are packed into rows of fixed shape, kept
-apart by segments, so that one compiled function scores everything; no score depends on its neighbours or the batch size.
+Each document is scored alone behind one EOS: the first token from the EOS, the others from what precedes them. A
+document longer than a row is cut into windows that overlap by one token, so that every token is predicted exactly once;
+the first token predicted in a later window sees one token of context, the last one `sequence_length - 1`. Windows are
+packed into rows of fixed shape, kept apart by segments, so that one compiled function scores everything; no score
+depends on its neighbours or on the batch size.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from noonsight.tokens.batches import Batch, HeldoutDocument
 
 
 class _Window(NamedTuple):
-    """Tokens of one document; the first is context only."""
+    """Tokens of one document; the first is context only: EOS in the window that opens the document."""
 
     document: int
+    opens: bool
     tokens: NDArray[np.int32]
 
 
@@ -36,7 +38,7 @@ def bits_per_byte(
     batch_size: int,
     eos: int,
 ) -> Scores:
-    """Score `documents`. `token_losses(batch) -> f32[B, S]`: nats of predicting tokens[t + 1] at t, in dropless evaluation.
+    """Score `documents`. `token_losses(batch) -> f32[B, S]`: nats of predicting tokens[t + 1] at t, dropless.
 
     Each batch has `batch_size` rows of `sequence_length`. `tokens` of a document are those of its text, without EOS.
     Raises ValueError, naming the document, when one is empty or holds an EOS, or a loss is not finite.
@@ -57,7 +59,9 @@ def bits_per_byte(
         bad = scored & ~np.isfinite(losses)
         if bad.any():
             name = documents[owner[bad][0]].doc_uid
-            raise ValueError(f"bits_per_byte: the loss of a token of document {name} is {losses[bad][0]}; the model is broken.")
+            raise ValueError(
+                f"bits_per_byte: the loss of a token of document {name} is {losses[bad][0]}; the model is broken."
+            )
         np.add.at(nats, owner[scored], losses[scored])
         np.add.at(counts, owner[scored], 1)
     assert all(count == len(document.tokens) for count, document in zip(counts, documents)), "each token once"
@@ -68,7 +72,7 @@ def _windows(documents: Sequence[HeldoutDocument], sequence_length: int, eos: in
     for index, document in enumerate(documents):
         tokens = np.concatenate([[eos], np.asarray(document.tokens)]).astype(np.int32)
         for start in range(0, len(tokens) - 1, sequence_length - 1):
-            yield _Window(index, tokens[start : start + sequence_length])
+            yield _Window(index, start == 0, tokens[start : start + sequence_length])
 
 
 def _rows(windows: Iterator[_Window], sequence_length: int, batch_size: int) -> Iterator[list[list[_Window]]]:
@@ -95,18 +99,16 @@ def _fill(rows: list[list[_Window]], sequence_length: int, batch_size: int) -> t
     shape = (batch_size, sequence_length)
     batch = Batch(np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
     owner = np.full(shape, -1, np.int64)
-    previous = -1
     for r, row in enumerate(rows):
         start, segment = 0, 0
         for window in row:
             end = start + len(window.tokens)
-            first = window.document != previous
             batch.tokens[r, start:end] = window.tokens
-            batch.segments[r, start:end] = segment + first
+            batch.segments[r, start:end] = segment + window.opens
             batch.segments[r, start] = segment
             batch.weights[r, start : end - 1] = 1
             owner[r, start : end - 1] = window.document
-            start, segment, previous = end, segment + 2, window.document
+            start, segment = end, segment + 2
     return batch, owner
 
 
@@ -152,7 +154,7 @@ def _scores(documents: Sequence[HeldoutDocument], nats: NDArray, sequence_length
 
 
 def _ratio(bits: NDArray, num_bytes: NDArray) -> tuple[float, float | None]:
-    """Total bits over total bytes, and its standard error over documents (linearised ratio estimator; Cochran 1977, 6.3)."""
+    """Total bits over total bytes, and its standard error over documents (linearised ratio; Cochran 1977, 6.3)."""
     value = bits.sum() / num_bytes.sum()
     count = len(bits)
     if count < 2:
@@ -164,8 +166,8 @@ def _ratio(bits: NDArray, num_bytes: NDArray) -> tuple[float, float | None]:
 def _check_document(document: HeldoutDocument, eos: int) -> None:
     if not len(document.tokens) or document.num_bytes < 1:
         raise ValueError(
-            f"bits_per_byte: document {document.doc_uid} has {len(document.tokens)} tokens and {document.num_bytes} bytes; "
-            "an empty document has no score, leave it out."
+            f"bits_per_byte: document {document.doc_uid} has {len(document.tokens)} tokens and {document.num_bytes} "
+            "bytes; an empty document has no score, leave it out."
         )
     if (np.asarray(document.tokens) == eos).any():
         raise ValueError(

@@ -1,7 +1,7 @@
 """What an evaluation records: one line per document, one per domain, and the numbers over all of them.
 
-A score without its per-document records, its context, stride and prefix, and its drop rate is not a result (Marin, issue
-#7505): two numbers can then differ by what was fed, not by the model. Everything here is an ordinary record of the logbook.
+A score without its per-document records, its context, stride and prefix, and its drop rate is not a result (Marin,
+issue #7505): two numbers can then differ by what was fed, not by the model. All are ordinary records of the logbook.
 """
 
 from __future__ import annotations

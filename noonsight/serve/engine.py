@@ -1,8 +1,8 @@
 """Text from a model: prefill once, then one compiled step per token, sampling included.
 
-`generate` and `generate_batch` are pure functions of their arguments: a seed gives the same tokens on the same machine, and
-a row does not depend on the rows beside it. The cache, the key and the position of every row live on the device; the host
-only looks at the finished tokens.
+`generate` and `generate_batch` are pure functions of their arguments: a seed gives the same tokens on the same machine,
+and a row does not depend on the rows beside it. The cache, the key and the position of every row live on the device;
+the host only looks at the finished tokens.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def generate_batch(
 @partial(jax.jit, static_argnames=("top_k", "greedy"))
 def _sample(
     logits: Float[Array, "B V"], keys: Array, step: int, temperature: Float[Array, ""], top_k: int, greedy: bool
-) -> Int[Array, "B"]:
+) -> Int[Array, " B"]:
     """One token per row: the key of a row and the number of the step decide, so rows are independent."""
     if greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -94,14 +94,14 @@ def _sample(
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def _prefill(
-    params: Any, extra: Any, cache: Cache, tokens: Int[Array, "B S"], lengths: Int[Array, "B"], config: ModelConfig
+    params: Any, extra: Any, cache: Cache, tokens: Int[Array, "B S"], lengths: Int[Array, " B"], config: ModelConfig
 ) -> tuple[Float[Array, "B V"], Cache]:
     return prefill(params, extra, cache, tokens, lengths, config)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def _step(
-    params: Any, extra: Any, cache: Cache, tokens: Int[Array, "B"], config: ModelConfig
+    params: Any, extra: Any, cache: Cache, tokens: Int[Array, " B"], config: ModelConfig
 ) -> tuple[Float[Array, "B V"], Cache]:
     return decode_step(params, extra, cache, tokens, config)
 
@@ -134,6 +134,6 @@ def _check(
             raise ValueError(f"generate: prompt {number} has an id outside the vocabulary of {config.vocab_size}.")
         if len(prompt) + max_tokens > config.sequence_length:
             raise ValueError(
-                f"generate: prompt {number} has {len(prompt)} tokens and max_tokens is {max_tokens}, together more than "
-                f"the context of {config.sequence_length}; shorten one of them."
+                f"generate: prompt {number} has {len(prompt)} tokens and max_tokens is {max_tokens}, together more "
+                f"than the context of {config.sequence_length}; shorten one of them."
             )

@@ -112,7 +112,7 @@ def _logprob_checks(
 
 
 def _routing_errors(found: NDArray, truth: reference.Trace, bound: float) -> float:
-    """Tokens whose set of experts differs although the last expert taken led the first one left by more than `bound`."""
+    """Tokens whose experts differ although the last one taken led the first one left by more than `bound`."""
     same = (np.sort(found, axis=-1) == np.sort(truth.routed, axis=-1)).all(-1)
     return float((~same & (truth.margins > bound)).sum())
 
@@ -120,7 +120,7 @@ def _routing_errors(found: NDArray, truth: reference.Trace, bound: float) -> flo
 def _greedy_errors(
     subject: Engine, tokens: NDArray, params: Any, extra: Any, config: ModelConfig, bound: float
 ) -> float:
-    """Greedy tokens of the engine that the reference, given the same prefix, finds worse than its best by over `bound`."""
+    """Greedy tokens that the reference, given the same prefix, finds worse than its best by more than the bounds."""
     start = max(1, min(config.window - NUM_GREEDY // 2, tokens.shape[1] - NUM_GREEDY))
     count = min(NUM_GREEDY, tokens.shape[1] - start)
     prompts = tokens[:, :start]
