@@ -121,10 +121,12 @@ def plan_mixture(config: MixtureConfig, inputs: Mapping[str, Path], out: Path) -
         "num_unused_cells": int((realised.max(axis=0) == 0).sum()),
         "weights": {p.name: dict(zip(mixture.cells, map(float, w))) for p, w in zip(config.phases, realised)},
     }
+    epochs = None
     if config.run_tokens is not None:
         epochs = _epochs(realised, lengths * config.run_tokens, cells)
         _refuse_tiny_cells(epochs, cells, config)
         facts |= {"epochs": dict(zip(mixture.cells, map(float, epochs))), "max_epochs": float(epochs.max())}
+    _write_table(out, mixture, cells, realised, epochs)
     write_atomic(out / "mixture.json", encode(mixture))
     return Artifact(facts=facts)
 
@@ -190,6 +192,24 @@ def _fit(counts: np.ndarray, rest: np.ndarray, total: int, least: np.ndarray, un
         counts[chosen] += sign
         rest[chosen] -= sign * unit
     return counts
+
+
+def _write_table(
+    out: Path, mixture: Mixture, cells: tuple[CellEntry, ...], weights: np.ndarray, epochs: np.ndarray | None
+) -> None:
+    columns = ["cell", "domain", "level", "tokens", *(f"weight in {phase.name}" for phase in mixture.phases)]
+    rows = [
+        [cell.name, cell.domain, cell.level, cell.num_tokens, *map(float, weights[:, n])]
+        for n, cell in enumerate(cells)
+    ]
+    text = f"Each block of {mixture.block_rows} rows has whole rows of each cell, the same every {mixture.period_rows}."
+    if epochs is not None:
+        columns.append("epochs")
+        rows = [[*row, float(number)] for row, number in zip(rows, epochs)]
+        text += f" Epochs are those of a run of {mixture.run_tokens} tokens; the cap is {mixture.max_epochs}."
+    table = {"title": "Mixture", "text": text, "columns": columns, "rows": rows}
+    (out / "tables").mkdir(exist_ok=True)
+    write_atomic(out / "tables" / "mixture.json", encode(table))
 
 
 def _phase_starts(config: MixtureConfig) -> list[float]:

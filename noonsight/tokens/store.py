@@ -110,12 +110,12 @@ class TokenFile:
         self._file = path.open("rb", buffering=0)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start to start + count - 1, u16[count] or u32[count]. Safe from several threads."""
+        """Tokens from `start` on, u16[count] or u32[count]. Safe from several threads."""
         size = self._dtype.itemsize
         content = os.pread(self._file.fileno(), int(count) * size, int(start) * size)
         if len(content) != count * size:
             raise ValueError(
-                f"{self.path} ends before token {start + count}: it was cut while it was open; restore it or build again"
+                f"{self.path} ends before token {start + count}: it was cut while open; restore it or build again"
             )
         return np.frombuffer(content, self._dtype)
 
@@ -129,8 +129,10 @@ def build_store(config: StoreConfig, inputs: Mapping[str, Path], out: Path) -> A
     tokenizer = tokenizers.load(inputs["tokenizer"])
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     parts = {split: _SplitParts(out / f".{split}", dtype) for split in SPLITS}
+    num_control_strings = 0  # encoded as text; counted, because someone will ask
     for documents in _groups(kept_documents(inputs["documents"], inputs["select"]), READ_ROWS):
         for document, ids in zip(documents, tokenizer.encode_batch([d.text for d in documents])):
+            num_control_strings += sum(map(document.text.count, tokenizers.SPECIALS))
             tokens = np.array([*ids, tokenizer.eos], dtype)
             num_bytes = len(document.text.encode("utf-8"))
             if tokenizer.byte_lengths[tokens].sum() != num_bytes:
@@ -153,14 +155,15 @@ def build_store(config: StoreConfig, inputs: Mapping[str, Path], out: Path) -> A
         splits=splits,
         files=files,
     )
+    _write_table(out, splits)
     write_atomic(out / "manifest.json", encode(manifest))
-    totals = {split: entry.num_tokens for split, entry in splits.items()}
     return Artifact(
         facts={
-            "num_tokens": totals,
+            "num_tokens": {split: entry.num_tokens for split, entry in splits.items()},
             "num_documents": {split: entry.num_documents for split, entry in splits.items()},
             "num_bytes": {split: entry.num_bytes for split, entry in splits.items()},
             "num_cells": len(splits["train"].cells),
+            "num_control_strings": num_control_strings,
             "dtype": dtype,
             "digest": xxhash.xxh3_128_hexdigest(encode(manifest)),
         }
@@ -294,6 +297,21 @@ class _SplitParts:
                 "text_end": np.array([document.end for *_, document in rows], np.int64),
             }
         )
+
+
+def _write_table(out: Path, splits: Mapping[str, SplitEntry]) -> None:
+    table = {
+        "title": "Tokens by cell",
+        "text": "A cell is one domain at one quality level; the mixture weighs cells. Tokens count one EOS a document.",
+        "columns": ["split", "cell", "domain", "level", "documents", "tokens", "bytes"],
+        "rows": [
+            [split, cell.name, cell.domain, cell.level, cell.num_documents, cell.num_tokens, cell.num_bytes]
+            for split, entry in splits.items()
+            for cell in entry.cells
+        ],
+    }
+    (out / "tables").mkdir(exist_ok=True)
+    write_atomic(out / "tables" / "cells.json", encode(table))
 
 
 def _groups(documents: Iterable[KeptDocument], size: int) -> Iterator[list[KeptDocument]]:

@@ -65,12 +65,18 @@ def run_tokenizer(root: Path, vocab_size: int = 300) -> Path:
 
 def run_store(root: Path, tokenizer: Path) -> Path:
     """Runs the stage into `root/store`."""
+    store_facts(root, tokenizer)
+    return root / "store"
+
+
+def store_facts(root: Path, tokenizer: Path) -> dict:
+    """Runs the stage into `root/store`; returns its facts."""
     out = root / "store"
     out.mkdir()
-    build_store(
+    artifact = build_store(
         StoreConfig(), {"documents": root / "documents", "select": root / "select", "tokenizer": tokenizer}, out
     )
-    return out
+    return artifact.facts
 
 
 def run_mixture(root: Path, store: Path, config: MixtureConfig | None = None, name: str = "mixture") -> Path:
