@@ -162,6 +162,11 @@ def import_model(folder: Path) -> tuple[Params, dict[str, NDArray], ModelConfig]
     return params, extra, config
 
 
+def stored_dtype(folder: Path) -> str:
+    """The dtype of the folder's matrices, of DTYPES."""
+    return _read_json(folder / "config.json")["dtype"]
+
+
 def write_digest(folder: Path) -> str:
     """Write digest.json: SHA-256 of every file and of the sorted list of them. Returns the latter."""
     files = _hashes(folder)
@@ -248,7 +253,9 @@ def _write_part(tree: dict[str, Any], part: list[Tensor], path: Path) -> None:
             pieces = [_stored(tree[leaf], index, tensor) for leaf, index in tensor.sources]
             array = np.concatenate(pieces, axis=-2) if len(pieces) > 1 else pieces[0]
             if array.shape != tensor.shape:
-                raise ValueError(f"{tensor.name}: the parameters have shape {array.shape}, the config says {tensor.shape}.")
+                raise ValueError(
+                    f"{tensor.name}: the parameters have shape {array.shape}, the config says {tensor.shape}."
+                )
             file.write(np.ascontiguousarray(array).tobytes())
 
 
@@ -268,8 +275,9 @@ def _read_parts(folder: Path, tensors: list[Tensor], config: ModelConfig) -> dic
     missing, unexpected = sorted(expected - present.keys()), sorted(present.keys() - expected)
     if missing or unexpected or present != weight_map:
         raise ValueError(
-            f"{folder}: missing tensors {missing[:5]} ({len(missing)}), unexpected {unexpected[:5]} ({len(unexpected)}), "
-            f"index {'agrees' if present == weight_map else 'disagrees'} with the parts. The export is not this model's."
+            f"{folder}: missing tensors {missing[:5]} ({len(missing)}), unexpected {unexpected[:5]} "
+            f"({len(unexpected)}), index {'agrees' if present == weight_map else 'disagrees'} with the parts; "
+            "the folder is incomplete or belongs to another config."
         )
     ours = _leaves(shapes(config))
     leaves: dict[str, NDArray] = {}
@@ -302,7 +310,9 @@ def _pending(folder: Path, bias: NDArray) -> NDArray:
         return -bias
     pending = load_file(path)["pending_beta"]
     if not np.allclose(np.asarray(effective_bias(pending)), bias, rtol=0, atol=1e-5):
-        raise ValueError(f"{path}: its pending quantile does not give the stored router bias; delete it to use the bias.")
+        raise ValueError(
+            f"{path}: its pending quantile does not give the stored router bias; delete it to use the bias."
+        )
     return pending
 
 
@@ -321,7 +331,7 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 
 def _write_tokenizer(tokenizer_path: Path, config: ModelConfig, out: Path) -> None:
-    """The tokenizer file itself, and what transformers needs to know: nothing is added, control tokens are never parsed."""
+    """The tokenizer file, and what transformers must know: nothing is added, control tokens are never parsed."""
     file = tokenizer_path / "tokenizer.json" if tokenizer_path.is_dir() else tokenizer_path
     shutil.copyfile(file, out / "tokenizer.json")
     settings = {

@@ -77,7 +77,7 @@ def log_softmax(logits: Array) -> Array:
 
 
 def effective_bias(pending_beta: NDArray) -> Array:
-    """The bias that chooses experts [L, E]: b = -beta, then centred over the experts of a layer (quantile balancing)."""
+    """The bias that chooses experts [L, E]: b = -beta, centred over the experts of a layer (quantile balancing)."""
     bias = -np.asarray(pending_beta, np.float64)
     return bias - bias.mean(-1, keepdims=True)
 

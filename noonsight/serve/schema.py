@@ -129,7 +129,9 @@ def _complain(found: dict[str, Any], missing: Any = (), unknown: Any = (), contr
 
 def _refuse(config: ModelConfig) -> None:
     if not config.is_moe:
-        raise ValueError("export: num_experts is 0; this form is for mixtures of experts, a dense model has a stock form.")
+        raise ValueError(
+            "export: num_experts is 0; this form is for mixtures of experts, a dense model has a stock form."
+        )
     if config.qk_norm == "gain":
         raise ValueError("export: qk_norm 'gain' has no place in the noonsight_moe form; use 'free' or 'off'.")
     if config.tie_embeddings:

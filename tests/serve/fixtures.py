@@ -1,4 +1,4 @@
-"""A tiny hero-family model whose weights hide nothing: wide random matrices, biased router, gains and taps off identity."""
+"""A tiny hero-family model whose weights hide nothing: wide matrices, biased router, gains and taps off identity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tiny_config(**changes) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, seed: int = 0, bias_scale: float = 0.3) -> tuple[Params, dict[str, np.ndarray]]:
-    """Parameters as NumPy float32: nothing zero, nothing one, nothing symmetric; pending quantile of the given scale."""
+    """Float32 parameters: nothing zero, nothing one, nothing symmetric; pending quantile of the given scale."""
     generator = np.random.default_rng(seed)
 
     def leaf(path, shape):
@@ -35,7 +35,9 @@ def random_model(config: ModelConfig, seed: int = 0, bias_scale: float = 0.3) ->
         if name.startswith("sconv"):
             identity = (np.arange(shape[-2]) == 0).astype(np.float32)[:, None]
             return identity + np.float32(0.3) * noise
-        return np.float32(0.3 if name in ("router", "head_gate") else shape[-2] ** -0.5 if len(shape) > 1 else 0.1) * noise
+        return (
+            np.float32(0.3 if name in ("router", "head_gate") else shape[-2] ** -0.5 if len(shape) > 1 else 0.1) * noise
+        )
 
     params = jax.tree.map_with_path(leaf, shapes(config), is_leaf=lambda node: isinstance(node, tuple))
     pending = bias_scale * generator.normal(size=(config.num_layers, config.num_experts)) + 0.7
