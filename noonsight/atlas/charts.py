@@ -229,8 +229,9 @@ def _shorten(series: list[dict[str, Any]]) -> None:
     """In the panel of gradient norms, `norm/grad/adam` is `adam` and `norm/grad` is `all`."""
     if len(series) < 2:
         return
-    start = commonprefix([item["label"] for item in series])
+    names = [item["label"] for item in series]
+    start = commonprefix(names)
     cut = max(start.rfind("/"), start.rfind("_")) + 1
-    for item in series:
-        shorter = item["label"][cut:]
-        item["label"] = shorter.split("/", 1)[1] if "/" in shorter else shorter
+    for item, name in zip(series, names):
+        shorter = name[cut:].split("/", 1)[-1]
+        item["label"] = "all" if any(other.startswith(f"{name}/") for other in names) else shorter

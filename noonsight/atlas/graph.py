@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-COLUMN, ROW, WIDTH, HEIGHT = 132, 58, 104, 40
+COLUMN, ROW, WIDTH, HEIGHT = 106, 54, 88, 40
 
 
 def lay_out(stages: list[str], edges: list[tuple[str, str]]) -> dict[str, Any]:

@@ -41,7 +41,13 @@ def render_page(template: str, data: dict[str, Any]) -> str:
     return (
         _environment()
         .get_template(template)
-        .render(page=data, up="../" if data.get("stage") else "", scripts=scripts, script_source=hashes, style="\n".join(asset(name) for name in STYLES))
+        .render(
+            page=data,
+            up="../" if data.get("stage") else "",
+            scripts=scripts,
+            script_source=hashes,
+            style=Markup("\n").join(asset(name) for name in STYLES),
+        )
     )
 
 
@@ -69,6 +75,7 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "number": story.number,
+        "exact": story.exact,
         "compact": story.compact,
         "duration": story.duration,
         "size": story.size,

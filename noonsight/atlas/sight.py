@@ -34,7 +34,7 @@ def sight(prediction: Prediction, verdict: Verdict | None) -> dict[str, Any]:
         "right": right,
         "median": place(prediction.median),
         "observed": place(verdict.result) if verdict else None,
-        "ticks": [{"at": place(value), "value": value} for value in _ticks(low, high)],
+        "ticks": [{"at": place(value), "text": text} for value, text in _ticks(low, high)],
         "low": prediction.interval[0],
         "high": prediction.interval[1],
         "middle": prediction.median,
@@ -65,8 +65,11 @@ def _path(points: list[tuple[float, float]]) -> str:
     return "M" + " L".join(f"{x:g} {y:g}" for x, y in points)
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    step = 10 ** math.floor(math.log10((high - low) / 3))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= 6)
-    first = math.ceil(low / step)
-    return [round(index * step, 10) for index in range(first, math.floor(high / step) + 1)]
+def _ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Round values within the drawing, at most seven, all with the same decimals."""
+    power = math.floor(math.log10((high - low) / 3))
+    step = 10.0**power * next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * 10.0**power) <= 6)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [
+        (index * step, f"{index * step:.{max(0, -math.floor(math.log10(step)))}f}") for index in range(first, last + 1)
+    ]

@@ -36,7 +36,9 @@ def build_site(root: Path) -> Path:
             page = run if folder.is_training else stage
             where = {"experiment": voyage.name, "stage": address, "voyage": voyage}
             target = site / voyage.name / f"{address}.html"
-            written.add(_write(target, page.render, lambda page=page, where=where: page.collect(root, **where), address))
+            written.add(
+                _write(target, page.render, lambda page=page, where=where: page.collect(root, **where), address)
+            )
     index = _write(site / "index.html", front.render, lambda: front.collect(root, voyages=voyages))
     for old in site.rglob("*.html"):
         if old not in written and old != index:

@@ -33,6 +33,13 @@ def number(value: Any, digits: int = 4) -> str:
     return text.replace("-", "−")
 
 
+def exact(value: Any) -> str:
+    """A value with nothing rounded away: what was asked for is quoted, not told."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return repr(value) if isinstance(value, (int, float)) else str(value)
+
+
 def compact(value: float | None) -> str:
     """A large count in few letters: 1.38M, 6.7e12."""
     if value is None:
@@ -99,6 +106,12 @@ def span(low: float, high: float) -> str:
 def plural(count: int, noun: str, nouns: str | None = None) -> str:
     """`1 step`, `2 steps`."""
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def spelled(count: int) -> str:
+    """Small counts as words, for headings."""
+    words = "no one two three four five six seven eight nine ten eleven twelve".split()
+    return words[count] if 0 <= count < len(words) else f"{count:,}"
 
 
 def join(parts: list[str]) -> str:

@@ -96,7 +96,7 @@
     if (size >= 1e9) return `${+(value / 1e9).toPrecision(3)}B`;
     if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
     if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
-    if (size !== 0 && size < 1e-3) return value.toExponential(0).replace("e-0", "e-");
+    if (size !== 0 && size < 1e-3) return `${+value.toPrecision(3)}`.includes("e") ? `${+value.toPrecision(3)}` : (+value.toPrecision(3)).toExponential();
     return `${+value.toPrecision(4)}`;
   }
 
@@ -106,6 +106,7 @@
     return whole >= 60 ? `${Math.floor(whole / 60)} min ${whole % 60} s` : `${whole} s`;
   }
 
+  const round = (value) => [1, 2, 5].includes(+(value / 10 ** Math.floor(Math.log10(value) + 1e-9)).toFixed(3));
   const axisTick = (value) => (state.axis === "time" ? clock(value) : short(value));
 
   // ---- lines ------------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@
       if (state.ghosts) {
         for (const ghost of plot.ghosts[place]) {
           const ghostXs = ghost.steps.map((step) => toAxis(series.run, step));
-          found.push({ ghost: true, xs: ghostXs, ys: ghost.values, colour: () => css("--ghost"), width: 4, series, steps: ghost.steps });
+          found.push({ ghost: true, xs: ghostXs, ys: ghost.values, colour: () => css("--ghost"), width: 3, series, steps: ghost.steps });
         }
       }
       const smooth = state.smooth && raw.values.length > 4 * state.smooth;
@@ -271,7 +272,7 @@
       scales: { x: { time: false, auto: false }, y: { distr: plot.log ? 3 : 1, range: verticalRange(plot) } },
       axes: [
         { ...common, values: (_, ticks) => ticks.map(axisTick), space: state.axis === "time" ? 90 : 60, size: 28, gap: 4 },
-        { ...common, values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : short(tick))), size: 52, gap: 4, space: 32 },
+        { ...common, values: (_, ticks) => ticks.map((tick) => (tick == null || (plot.log && !round(tick)) ? "" : short(tick))), size: 52, gap: 4, space: 32 },
       ],
       series: [{}, ...plot.lines.map((line) => ({
         stroke: () => line.colour(), width: line.width, alpha: line.faint ? 0.45 : 1, spanGaps: false,

@@ -12,6 +12,7 @@ from noonsight.atlas.pages import predictions
 from noonsight.atlas.pages.stage import as_of
 from noonsight.atlas.sight import sight
 from noonsight.atlas.voyage import Folder, Voyage, open_voyages
+from noonsight.logbook.record import Prediction, Verdict
 
 HEADLINES = (
     "bits_per_byte",
@@ -37,7 +38,7 @@ def collect(root: Path, *, voyages: list[Voyage] | None = None) -> dict[str, Any
     course = [note for voyage in voyages for note in _on_course(voyage)]
     unexplained = [note for voyage in voyages for note in _unexplained(voyage)]
     if ledger["fault"] or ledger["loose"] or any(row["intact"] is False for row in ledger["rows"]):
-        unexplained.append({"text": ledger["sentence"], "link": "predictions.html"})
+        unexplained.append({"where": "predictions", "text": ledger["sentence"], "link": "predictions.html"})
     return {
         "schema": 1,
         "kind": "front",
@@ -80,18 +81,30 @@ def _experiment(voyage: Voyage) -> dict[str, Any]:
     }
 
 
-def _sight(voyage: Voyage, folder: Folder, prediction: Any) -> dict[str, Any]:
+def _sight(voyage: Voyage, folder: Folder, prediction: Prediction) -> dict[str, Any]:
     verdict = voyage.verdict_for(prediction)
-    metric = story.unit(prediction.metric)
-    text = f"Before {folder.address.split('@')[0]} began, the ladder put it at {story.span(*prediction.interval)} {metric}."
+    name = folder.address.split("@")[0]
+    interval = f"{story.span(*prediction.interval)} {story.unit(prediction.metric)}"
     return {
         "stage": folder.address,
         "link": stage_link(voyage.name, folder.address),
-        "prediction": text,
-        "verdict": verdict.sentence if verdict else "No verdict yet.",
+        "prediction": f"Before {name} began, the ladder put its end at {interval}. {_outcome(prediction, verdict)}",
         "status": story.status_sentence(folder.run, folder.progress, folder.events, prediction, verdict),
         "drawing": sight(prediction, verdict),
     }
+
+
+def _outcome(prediction: Prediction, verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "There is no verdict yet."
+    if not verdict.comparable:
+        return f"The result cannot be compared: {verdict.reason}"
+    side = "above" if verdict.result > prediction.median else "below"
+    better = "better" if verdict.log_score > verdict.log_score_baseline else "worse"
+    return (
+        f"It ended {story.number(abs(verdict.error_percent), 2)} % {side} the median, "
+        f"{'inside' if verdict.inside else 'outside'} the interval; the forecast scored {better} than “same as the last rung”."
+    )
 
 
 def _line(voyage: Voyage, folder: Folder) -> dict[str, Any]:
@@ -109,64 +122,62 @@ def _line(voyage: Voyage, folder: Folder) -> dict[str, Any]:
     }
 
 
+def _note(voyage: Voyage, address: str, text: str) -> dict[str, str]:
+    return {"where": f"{voyage.name}, {address.split('@')[0]}", "text": text, "link": stage_link(voyage.name, address)}
+
+
 def _running(voyage: Voyage, folder: Folder) -> dict[str, str]:
     text = story.status_sentence(folder.run, folder.progress, folder.events, voyage.prediction_for(folder))
-    return {"text": f"{voyage.name}, {folder.address}: {text}", "link": stage_link(voyage.name, folder.address)}
+    return _note(voyage, folder.address, text)
 
 
 def _on_course(voyage: Voyage) -> list[dict[str, str]]:
+    """Runs whose verdict is inside the interval that was frozen for them."""
     notes = []
     for folder in voyage.folders.values():
         prediction = voyage.prediction_for(folder)
         verdict = voyage.verdict_for(prediction)
-        if verdict and verdict.inside and verdict.comparable:
-            notes.append(
-                {
-                    "text": f"{voyage.name}, {folder.address}: {verdict.sentence}",
-                    "link": stage_link(voyage.name, folder.address),
-                }
-            )
+        if prediction and verdict and verdict.inside and verdict.comparable:
+            text = f"{story.number(verdict.result)} {story.unit(verdict.metric)}, predicted {story.span(*prediction.interval)}"
+            notes.append(_note(voyage, folder.address, text))
     return notes
 
 
 def _unexplained(voyage: Voyage) -> list[dict[str, str]]:
     """Failures, verdicts outside their interval or not comparable, red lights, faults not recovered, unreadable files."""
-    notes: list[tuple[str, str]] = []
+    notes: list[dict[str, str]] = []
     for folder in voyage.folders.values():
+        texts = list(folder.problems)
         if folder.status == "failed":
-            notes.append((folder.address, f"failed: {story.first_line(folder.run.error if folder.run else None)}"))
+            texts.append(f"failed: {story.first_line(folder.run.error if folder.run else None)}")
         if folder.status == "interrupted":
-            notes.append((folder.address, "was interrupted and has not gone on"))
+            texts.append("was interrupted and has not gone on")
         if folder.verdict and not folder.verdict.comparable:
-            notes.append((folder.address, f"is not comparable with its prediction: {folder.verdict.reason}"))
+            texts.append(f"cannot be compared with its prediction: {folder.verdict.reason}")
         elif folder.verdict and not folder.verdict.inside:
-            notes.append((folder.address, folder.verdict.sentence))
+            texts.append(folder.verdict.sentence)
         lights = folder.tables["health"].records() if "health" in folder.tables else []
-        notes += [
-            (folder.address, f"{row.get('name')} is red: {row.get('rule')}")
-            for row in lights
-            if row.get("state") == "red"
-        ]
-        if folder.status != "running":
-            lost = [item for item in charts.incidents(folder) if not item["recovered"]]
-            notes += [(folder.address, f"did not recover: {item['texts'][-1]}") for item in lost]
-        notes += [(folder.address, problem) for problem in folder.problems]
-    return [
-        {"text": f"{voyage.name}, {address}: {text}", "link": stage_link(voyage.name, address)}
-        for address, text in notes
-    ]
+        texts += [f"{row.get('name')} is red: {row.get('rule')}" for row in lights if row.get("state") == "red"]
+        lost = [item for item in charts.incidents(folder) if not item["recovered"]]
+        texts += [f"did not recover: {item['texts'][-1]}" for item in lost if folder.status != "running"]
+        notes += [_note(voyage, folder.address, text) for text in texts]
+    return notes
 
 
 def _sentence(voyages: list[Voyage], running: list[Any], course: list[Any], unexplained: list[Any]) -> str:
     if not voyages:
         return "Nothing has sailed yet."
+    met, open_questions = len(course), len(unexplained)
     parts = [
-        story.plural(len(voyages), "voyage"),
-        f"{len(running)} running" if running else "nothing running",
-        f"{story.plural(len(course), 'prediction')} met" if course else "no prediction met yet",
-        f"{story.plural(len(unexplained), 'thing')} unexplained" if unexplained else "nothing unexplained",
+        f"{story.spelled(len(voyages))} {'voyage' if len(voyages) == 1 else 'voyages'}",
+        f"{story.spelled(len(running))} running" if running else "nothing running",
+        f"{story.spelled(met)} {'prediction' if met == 1 else 'predictions'} met"
+        if course
+        else "no prediction met yet",
+        f"{story.spelled(open_questions)} left unexplained" if unexplained else "nothing unexplained",
     ]
-    return story.join(parts) + "."
+    text = ", ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _time(folder: Folder) -> str:

@@ -85,7 +85,7 @@ def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         return [row for key, item in value.items() for row in flatten(item, f"{prefix}.{key}" if prefix else str(key))]
     if isinstance(value, (list, tuple)):
-        return [(prefix, ", ".join(story.number(item) for item in value) if value else "none")]
+        return [(prefix, ", ".join(story.exact(item) for item in value) if value else "none")]
     return [(prefix, value if value != {} else "none")]
 
 
