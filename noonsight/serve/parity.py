@@ -2,8 +2,9 @@
 
 The folder is imported again and run by the NumPy reference in float64; an engine (JAX on the training parameters, the
 transformers library on the folder, or the reference on the training parameters) must agree with it on log-probabilities
-at every length, on the chosen experts and on greedy tokens, with and without company in the batch. A choice between two
+at every length, on the chosen experts and on greedy tokens, whatever else is in the batch. A choice between two
 near-equal experts or tokens may fall either way, and only then: the gap must be smaller than the bound (near-tie rule).
+A row is not judged from an expert that fell the other way onwards, and the share of such positions has a bound as well.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ NUM_GREEDY = 32
 MAX_LENGTH = 512  # positions compared; more only where the window is longer
 # Largest and mean error of a log-probability, by the precision of engine and folder, whichever is coarser.
 BOUNDS = {"float32": (1e-5, 1e-5), "bfloat16": (0.2, 0.02)}
+NEAR_TIE_SHARE = 0.5
 LOGIT_SCALE = 2.0  # float32 rounds in proportion: the bound holds up to this logit and grows with the largest one
 
 
@@ -70,8 +72,7 @@ def check_export(
     checks = [
         _check("config differs", float(read != config), 0),
         _check("tensors differ", _different(params, extra, config, imported, state), 0),
-        *_logprob_checks(subject, tokens, truth, config, largest, mean),
-        _check("experts differ", _routing_errors(subject.routed(tokens), truth, largest), 0),
+        *_engine_checks(subject, tokens, truth, config, largest, mean),
         _check("greedy tokens differ", _greedy_errors(subject, tokens, imported, state, read, largest), 0),
     ]
     return Receipt(
@@ -89,12 +90,13 @@ def check_export(
     )
 
 
-def _logprob_checks(
+def _engine_checks(
     subject: Engine, tokens: NDArray, truth: reference.Trace, config: ModelConfig, largest: float, mean: float
 ) -> list[Check]:
-    """Largest error by position (across the window's edge), mean error, and the first row beside other rows."""
+    """Experts; largest error by position (across the window's edge), mean error, and the first row in other company."""
     found = subject.logits(tokens)
-    errors = np.abs(reference.log_softmax(found) - reference.log_softmax(truth.logits))
+    wrong, judged = _routing(subject.routed(tokens), truth, largest)
+    errors = np.abs(reference.log_softmax(found) - reference.log_softmax(truth.logits)) * judged[..., None]
     error = errors.max(-1)
     length = tokens.shape[1]
     edges = sorted({1, *(n for n in (config.window // 2, config.window, config.window + 1) if n < length), length})
@@ -105,16 +107,23 @@ def _logprob_checks(
     others = np.concatenate([tokens[:1], (tokens[1:] + 1) % config.vocab_size])
     company = np.abs(reference.log_softmax(subject.logits(others)[0]) - reference.log_softmax(found[0])).max()
     return [
+        _check("experts differ", wrong, 0),
+        _check("share of positions behind a near tie of experts", 1 - judged.mean(), NEAR_TIE_SHARE),
         *checks,
         _check("log-probability, mean error", errors.mean(), mean),
         _check("log-probability of a row in other company", company, largest),
     ]
 
 
-def _routing_errors(found: NDArray, truth: reference.Trace, bound: float) -> float:
-    """Tokens whose experts differ although the last one taken led the first one left by more than `bound`."""
-    same = (np.sort(found, axis=-1) == np.sort(truth.routed, axis=-1)).all(-1)
-    return float((~same & (truth.margins > bound)).sum())
+def _routing(found: NDArray, truth: reference.Trace, bound: float) -> tuple[float, NDArray[np.bool_]]:
+    """(choices that differ without excuse, positions [B, S] to be judged).
+
+    The excuse is a near tie: the last expert taken led the first one left by at most `bound`, here or, since everything
+    after it follows, at an earlier position of the row.
+    """
+    differs = (np.sort(found, axis=-1) != np.sort(truth.routed, axis=-1)).any(-1)
+    judged = ~np.logical_or.accumulate((differs & (truth.margins <= bound)).any(0), axis=-1)
+    return float((differs & judged).sum()), judged
 
 
 def _greedy_errors(
@@ -126,9 +135,11 @@ def _greedy_errors(
     prompts = tokens[:, :start]
     new = subject.greedy(prompts, count)
     rows = np.concatenate([prompts, new], axis=1)
-    logprobs = reference.log_softmax(reference.forward(params, extra, config, rows)[:, start - 1 : -1])
+    truth = reference.trace(params, extra, config, rows)
+    logprobs = reference.log_softmax(truth.logits[:, start - 1 : -1])
+    settled = ~np.logical_or.accumulate((truth.margins <= bound).any(0), axis=-1)[:, start - 1 : -1]
     gap = logprobs.max(-1) - np.take_along_axis(logprobs, new[..., None], axis=-1)[..., 0]
-    return float((gap > 2 * bound).sum())  # two log-probabilities, each off by at most the bound
+    return float((settled & (gap > 2 * bound)).sum())  # two log-probabilities, each off by at most the bound
 
 
 def _different(params: Any, extra: Any, config: ModelConfig, imported: Any, state: Any) -> float:

@@ -52,9 +52,11 @@ def test_faults_are_seen(made, fault, tmp_path):
 
 
 def test_near_ties_are_forgiven_and_nothing_else():
-    truth = reference.Trace(np.zeros(1), np.zeros(1), np.array([[[[0, 1], [0, 1]]]]), np.array([[[1e-9, 0.5]]]))
-    assert parity._routing_errors(np.array([[[[2, 0], [1, 0]]]]), truth, 1e-5) == 0
-    assert parity._routing_errors(np.array([[[[1, 0], [0, 2]]]]), truth, 1e-5) == 1
+    truth = reference.Trace(np.zeros(1), np.zeros(1), np.array([[[[0, 1], [0, 1]]]]), np.array([[[0.5, 1e-9]]]))
+    wrong, judged = parity._routing(np.array([[[[1, 0], [2, 0]]]]), truth, 1e-5)
+    assert wrong == 0 and judged.tolist() == [[True, False]]
+    wrong, judged = parity._routing(np.array([[[[2, 0], [0, 1]]]]), truth, 1e-5)
+    assert wrong == 1 and judged.all()
 
 
 def test_engine_equals_the_uncached_model(made):
