@@ -30,6 +30,8 @@ from noonsight.scaling.posterior import Points, Posterior, Prior, infer, to_comp
 
 BAND_WINDOW = 0.15  # share of the run over which a loss is averaged: a single batch is too noisy
 MIN_STEPS_IN_BAND = 50  # before that, warm-up and the first drop of the loss rule, no scaling law does
+LEAST_EFFECTIVE_DRAWS = 200
+MOST_DRAWS = 131_072
 LEAST_BASELINE = 0.01  # relative std of "same as the last rung", so that it is no straw man
 
 
@@ -71,7 +73,7 @@ def forecast(config: ForecastConfig, inputs: Mapping[str, Path], out: Path) -> A
     rungs = read_rungs(config, inputs)
     calibration = load_calibration()
     target = _target(config)
-    posterior = infer(_points(rungs), target, config.prior, drift=calibration.drift)
+    posterior = infer_enough(_points(rungs), target, config.prior, calibration.drift)
     prediction = register.freeze(_prediction(config, rungs, posterior, calibration, out))
     _write_table(out, "rungs", _rung_table(config, rungs))
     _write_table(out, "forecast", _forecast_table(prediction))
@@ -94,6 +96,18 @@ def forecast(config: ForecastConfig, inputs: Mapping[str, Path], out: Path) -> A
             "effective_draws": posterior.effective_draws,
         }
     )
+
+
+def infer_enough(rungs: Points, target: Points, prior: Prior, drift: float) -> Posterior:
+    """`infer`, with four times the draws until at least 200 of them count or 131,072 a form are spent.
+
+    Rungs that pin a law sharply along a curved ridge leave few draws with weight; the number ends up in the record.
+    """
+    while True:
+        posterior = infer(rungs, target, prior, drift=drift)
+        if posterior.effective_draws >= LEAST_EFFECTIVE_DRAWS or prior.num_draws >= MOST_DRAWS:
+            return posterior
+        prior = replace(prior, num_draws=min(4 * prior.num_draws, MOST_DRAWS))
 
 
 def read_rungs(config: ForecastConfig, inputs: Mapping[str, Path]) -> list[FinishedRung]:
