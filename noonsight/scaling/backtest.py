@@ -22,6 +22,7 @@ from noonsight.scaling.fit import isoflop_optimum
 from noonsight.scaling.posterior import Points, Prior, infer
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
+BACKTEST_PRIOR = Prior(num_draws=2048)  # hundreds of forecasts: fewer draws each
 FURTHEST = np.log(400.0)  # predictions beyond 400 x the compute of the ladder say nothing about ours
 
 
@@ -64,7 +65,7 @@ def load_calibration(path: Path = CALIBRATION) -> Calibration:
     return found
 
 
-def backtest(sets: Mapping[str, Points], prior: Prior) -> list[Residual]:
+def backtest(sets: Mapping[str, Points], prior: Prior = BACKTEST_PRIOR) -> list[Residual]:
     """Rolling origin over each set, ordered by compute: fit the first k >= 3 runs, predict each later one."""
     residuals = []
     for name, points in sets.items():
@@ -117,7 +118,11 @@ def write_calibration(residuals: Sequence[Residual], path: Path = CALIBRATION) -
     """Writes the table that `load_calibration` reads: method, sources, drift, residuals to six decimals."""
     rounded = [
         Residual(
-            data=r.data, rungs=r.rungs, log_distance=round(r.log_distance, 6), error=round(r.error, 6), std=round(r.std, 6)
+            data=r.data,
+            rungs=r.rungs,
+            log_distance=round(r.log_distance, 6),
+            error=round(r.error, 6),
+            std=round(r.std, 6),
         )
         for r in residuals
     ]

@@ -37,7 +37,7 @@ class PowerLaw:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeDataLaw:
-    """L = floor + size_amplitude N^-size_exponent + data_amplitude D^-data_exponent; `residual` is a root mean square."""
+    """L = floor + size_amplitude N^-size_exponent + data_amplitude D^-data_exponent; `residual`: root mean square."""
 
     floor: float
     size_amplitude: float

@@ -1,6 +1,6 @@
 """The forecast: from finished rungs to a frozen prediction of a run that does not exist yet.
 
-A stage. It reads what the logbook recorded of each rung, weighs scaling laws by them (`posterior.py`), widens the result
+A stage. It reads what the logbook recorded of each rung, weighs scaling laws by them (`posterior.py`), widens that
 by what backtests say the laws do not know (`backtest.py`), and writes a mixture of normals as `prediction.json`, hashed
 and chained. The predicted run has this stage as its input, so it cannot start before. The same laws, fitted at each
 twentieth of progress, give the band in which the target's training loss should run: rungs and target share the shape of
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,10 @@ from noonsight.scaling import register
 from noonsight.scaling.backtest import Calibration, load_calibration
 from noonsight.scaling.posterior import Points, Posterior, Prior, infer, to_components
 
+BAND_WINDOW = 0.15  # share of the run over which a loss is averaged: a single batch is too noisy
 MIN_STEPS_IN_BAND = 50  # before that, warm-up and the first drop of the loss rule, no scaling law does
+LEAST_EFFECTIVE_DRAWS = 200
+MOST_DRAWS = 131_072
 LEAST_BASELINE = 0.01  # relative std of "same as the last rung", so that it is no straw man
 
 
@@ -44,7 +47,7 @@ class ForecastConfig:
     metric: str = "bits_per_byte"
     unit: str = "bits per byte"
     curve_metric: str | None = "loss"  # for the band of the training loss
-    prior: Prior = Prior()
+    prior: Prior = field(default_factory=Prior)
     regime: tuple[tuple[str, Any], ...] = ()
     regime_from_rungs: tuple[str, ...] = ("heldout_digest",)
     decision: str = "The recipe scales as predicted if the result lies inside the 90 % interval."
@@ -70,7 +73,7 @@ def forecast(config: ForecastConfig, inputs: Mapping[str, Path], out: Path) -> A
     rungs = read_rungs(config, inputs)
     calibration = load_calibration()
     target = _target(config)
-    posterior = infer(_points(rungs), target, config.prior, drift=calibration.drift)
+    posterior = infer_enough(_points(rungs), target, config.prior, calibration.drift)
     prediction = register.freeze(_prediction(config, rungs, posterior, calibration, out))
     _write_table(out, "rungs", _rung_table(config, rungs))
     _write_table(out, "forecast", _forecast_table(prediction))
@@ -95,6 +98,18 @@ def forecast(config: ForecastConfig, inputs: Mapping[str, Path], out: Path) -> A
     )
 
 
+def infer_enough(rungs: Points, target: Points, prior: Prior, drift: float) -> Posterior:
+    """`infer`, with four times the draws until at least 200 of them count or 131,072 a form are spent.
+
+    Rungs that pin a law sharply along a curved ridge leave few draws with weight; the number ends up in the record.
+    """
+    while True:
+        posterior = infer(rungs, target, prior, drift=drift)
+        if posterior.effective_draws >= LEAST_EFFECTIVE_DRAWS or prior.num_draws >= MOST_DRAWS:
+            return posterior
+        prior = replace(prior, num_draws=min(4 * prior.num_draws, MOST_DRAWS))
+
+
 def read_rungs(config: ForecastConfig, inputs: Mapping[str, Path]) -> list[FinishedRung]:
     """The rungs in order of compute, each finished and with the facts that the forecast reads."""
     rungs = []
@@ -105,7 +120,9 @@ def read_rungs(config: ForecastConfig, inputs: Mapping[str, Path]) -> list[Finis
             raise ValueError(f"rung {name!r} at {folder} has no record.json: it has not run")
         missing = [fact for fact in needed if fact not in run.facts]
         if missing:
-            raise ValueError(f"rung {name!r} ({run.status}) did not record {', '.join(missing)}; no forecast without it")
+            raise ValueError(
+                f"rung {name!r} ({run.status}) did not record {', '.join(missing)}; no forecast without it"
+            )
         rungs.append(
             FinishedRung(
                 name=name,
@@ -127,7 +144,7 @@ def read_rungs(config: ForecastConfig, inputs: Mapping[str, Path]) -> list[Finis
 def predict_curve(
     config: ForecastConfig, rungs: list[FinishedRung], target: Points, drift: float
 ) -> list[tuple[float, float, float, float]]:
-    """(progress, low, median, high) of the target's training loss, averaged over a twentieth of the run, or [].
+    """(progress, low, median, high) of the target's training loss, averaged over the 15 % before, or [].
 
     At each twentieth the rungs' averages are one more ladder, with tokens and FLOPs scaled by the progress. Points at
     which the shortest rung has done fewer than 50 steps are left out.
@@ -137,11 +154,12 @@ def predict_curve(
     curves = [read.metrics(rung.folder).get(config.curve_metric) for rung in rungs]
     if any(curve is None or len(curve.steps) < 2 for curve in curves):
         return []
-    prior = Prior(**{**asdict(config.prior), "num_draws": min(2048, config.prior.num_draws)})
+    prior = replace(config.prior, num_draws=min(2048, config.prior.num_draws))
     shortest = min(max(curve.steps) for curve in curves)
     band = []
     for twentieth in range(1, 21):
-        start, end = (twentieth - 1) / 20, twentieth / 20
+        end = twentieth / 20
+        start = end - BAND_WINDOW
         if start * shortest < MIN_STEPS_IN_BAND:
             continue
         points = _points(rungs, losses=[_average(curve, start, end) for curve in curves], progress=end)
@@ -240,6 +258,6 @@ def _band_table(config: ForecastConfig, band) -> dict[str, Any]:
         "title": "The band of the training loss",
         "columns": ["progress", "step_tokens", "low", "median", "high"],
         "rows": [[end, end * config.tokens, low, middle, high] for end, low, middle, high in band],
-        "text": "90 % band for the training loss averaged over the twentieth of the run that ends at `progress`, from "
+        "text": "90 % band for the training loss averaged over the 15 % of the run before `progress`, from "
         "the rungs' own curves at equal progress. A single step's loss scatters more widely.",
     }

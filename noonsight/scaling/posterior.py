@@ -1,14 +1,15 @@
-"""From a few finished rungs to a distribution for a larger run: scaling laws weighed by how well they explain the rungs.
+"""From a few finished rungs to a distribution for a larger run: many scaling laws, weighed by the rungs.
 
-A law says how the loss shrinks with parameters N, tokens D and compute C. We draw many laws from a stated prior (three
+A law says how the loss shrinks with parameters N, tokens D and compute C. We draw many laws from a stated prior (five
 forms, their exponents, the share of the loss that no model removes, the noise of a run), weigh each by the likelihood
 of the rungs, and let each predict the target as a normal: the result is a mixture of normals, not a point. The scale of
 the loss is integrated out exactly, so a law is a *shape* f and the rungs only need its ratios:
 
     log L_i = s + log f(N_i, D_i, C_i) + noise,   noise ~ Normal(0, sigma^2),   s flat
-    parts      f = e + (1-e) [w (N/N_0)^-a + (1-w) (D/D_0)^-b]     N = active parameters        (Hoffmann et al. 2022, eq. 2)
-    parts_cost the same with N = C / 6D, which counts head and attention
-    compute    f = e + (1-e) (C/C_0)^-c                            (the form of Marin's ladders, floor not pinned)
+    parts      f = e + (1-e) [w (N/N_0)^-a + (1-w) (D/D_0)^-b]     N active parameters (Hoffmann et al. 2022, eq. 2)
+    joint      f = e + (1-e) [w (N/N_0)^(-a/b) + (1-w) D_0/D]^b    small models gain less (Kaplan et al. 2020, eq. 1.5)
+    compute    f = e + (1-e) (C/C_0)^-c                            the form of Marin's ladders, floor not pinned
+    parts_cost and joint_cost take N = C / 6D, which counts head and attention too
 
 Index 0 is the rung with most compute. Amplitudes stay positive by construction; the floor e is never pinned.
 """
@@ -21,7 +22,7 @@ import numpy as np
 from scipy.special import gammaln, logsumexp, ndtr
 from scipy.stats import chi2, norm, qmc
 
-FORMS = ("parts", "parts_cost", "compute")
+FORMS = ("parts", "parts_cost", "joint", "joint_cost", "compute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +34,11 @@ class Prior:
     """
 
     floor_share: tuple[float, float] = (0.0, 0.75)  # uniform
-    size_exponent: tuple[float, float] = (0.35, 0.45)
-    data_exponent: tuple[float, float] = (0.35, 0.45)
+    size_exponent: tuple[float, float] = (0.35, 0.4)
+    data_exponent: tuple[float, float] = (0.35, 0.4)
     compute_exponent: tuple[float, float] = (0.16, 0.45)
-    noise: tuple[float, float] = (0.005, 0.8)  # of one run, relative
-    form_weights: tuple[float, float, float] = (1.0, 1.0, 0.5)
+    noise: tuple[float, float] = (0.003, 0.8)  # of one run, relative
+    form_weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)  # in the order of FORMS
     num_draws: int = 8192  # per form
 
 
@@ -80,8 +81,8 @@ def infer(rungs: Points, target: Points, prior: Prior, *, drift: float = 0.0) ->
     """Weigh draws from `prior` by the rungs and predict the one run in `target` (its losses are not read).
 
     `drift` is the extra standard deviation of the log loss for one factor e of compute between the largest rung and
-    the target: what backtests show that the laws themselves do not know. Where parameters or tokens are NaN (unpublished), only the
-    law in compute is used. Raises ValueError below three rungs.
+    the target: what backtests show that the laws themselves do not know. Where parameters or tokens are NaN
+    (unpublished), only the law in compute is used. Raises ValueError below three rungs.
     """
     if len(rungs.losses) < 3:
         raise ValueError(f"a forecast needs at least three rungs, got {len(rungs.losses)}; add rungs to the ladder")
@@ -127,7 +128,7 @@ def _weigh(form, rungs, target, reference, prior):
     return log_weights, scale + at_target, draws["noise"] * np.sqrt(1 + 1 / num), draws["floor"] * np.exp(scale)
 
 
-def _sample(log_likelihood, num_draws, *, seed, dims=5, rounds=6, freedom=6.0):
+def _sample(log_likelihood, num_draws, *, seed, dims=5, rounds=10, freedom=6.0):
     """Adaptive importance sampling of likelihood x standard normal prior: (z [draws, dims], log weights [draws]).
 
     Each round draws from a Student t around the last round's weighted mean and covariance (Oh and Berger 1992). Early
@@ -164,11 +165,12 @@ def _tempered(log_weights, least_effective):
 
 def _draws(form: str, prior: Prior, z) -> dict[str, np.ndarray]:
     """The law's numbers from standard normals z [draws, 5]."""
+    z = np.clip(z, -8.0, 8.0)  # beyond, the prior has no weight and powers overflow
     low, high = prior.floor_share
     first = prior.compute_exponent if form == "compute" else prior.size_exponent
     return {
         "floor": low + (high - low) * ndtr(z[:, 0]),
-        "split": ndtr(z[:, 1]),
+        "split": np.clip(ndtr(z[:, 1]), 1e-9, 1 - 1e-9),
         "first": _log_normal(z[:, 2], first),
         "second": _log_normal(z[:, 3], prior.data_exponent),
         "noise": _log_normal(z[:, 4], prior.noise),
@@ -182,15 +184,20 @@ def _log_normal(z, median_and_spread):
 
 def _shape(form, draws, points, rungs, reference):
     """f of the module's docstring at `points`, relative to the reference rung. [draws, points]"""
-    flops = points.flops / rungs.flops[reference]
-    tokens = points.tokens / rungs.tokens[reference]
+    log_flops = np.log(points.flops / rungs.flops[reference])
     column = {name: values[:, None] for name, values in draws.items()}
     if form == "compute":
-        reducible = flops ** -column["first"]
+        log_reducible = -column["first"] * log_flops
     else:
-        size = points.parameters / rungs.parameters[reference] if form == "parts" else flops / tokens
-        reducible = column["split"] * size ** -column["first"] + (1 - column["split"]) * tokens ** -column["second"]
-    return column["floor"] + (1 - column["floor"]) * reducible
+        log_tokens = np.log(points.tokens / rungs.tokens[reference])
+        log_size = np.log(points.parameters / rungs.parameters[reference])
+        if form.endswith("_cost"):
+            log_size = log_flops - log_tokens
+        power = column["second"] if form.startswith("joint") else 1.0
+        of_size = np.log(column["split"]) - column["first"] / power * log_size
+        of_tokens = np.log1p(-column["split"]) - column["second"] / power * log_tokens
+        log_reducible = power * np.logaddexp(of_size, of_tokens)
+    return column["floor"] + (1 - column["floor"]) * np.exp(log_reducible)
 
 
 def _weighted_quantiles(values, weights, levels):

@@ -89,7 +89,10 @@ def test_what_cannot_be_fitted_is_refused():
 @needs_public
 def test_llama3_both_approaches():
     with (PUBLIC / "llama3" / "isoflops_points.csv").open() as file:
-        rows = [[float(r[n]) for n in ("compute_budget", "training_tokens", "validation_loss")] for r in csv.DictReader(file)]
+        rows = [
+            [float(r[n]) for n in ("compute_budget", "training_tokens", "validation_loss")]
+            for r in csv.DictReader(file)
+        ]
     flops, tokens, losses = np.array(rows).T
     budgets = np.unique(flops)
     optima = [isoflop_optimum(tokens[flops == c], losses[flops == c])[0] for c in budgets]

@@ -31,7 +31,9 @@ DELPHI_ROWS = [
 @pytest.mark.parametrize("width, steps, sequences, adam, matrix, epsilon, beta2", HERO_ROWS)
 def test_hero_table_to_four_digits(width, steps, sequences, adam, matrix, epsilon, beta2):
     rates = hero_rates(steps * sequences * 4096, width, sequences * 4096)
-    for found, expected in zip((rates.adam_lr, rates.matrix_lr, rates.epsilon, rates.beta2), (adam, matrix, epsilon, beta2)):
+    for found, expected in zip(
+        (rates.adam_lr, rates.matrix_lr, rates.epsilon, rates.beta2), (adam, matrix, epsilon, beta2)
+    ):
         assert math.isclose(found, expected, rel_tol=1e-4)
     assert rates.clamped == (() if width == 768 else ("beta2",))
     assert (rates.beta1, rates.momentum, rates.warmup_fraction, rates.min_lr_fraction) == (0.9, 0.95, 0.01, 0.05)
