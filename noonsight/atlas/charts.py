@@ -198,11 +198,11 @@ def _ghosts(every: dict[str, Series], surviving: dict[str, Series]) -> dict[str,
         if name not in surviving or len(series.steps) == len(surviving[name].steps):
             continue
         kept = dict(zip(surviving[name].steps, surviving[name].attempts))
-        points = zip(series.steps, series.values, series.attempts)
-        lost = sorted((attempt, step, value) for step, value, attempt in points if kept.get(step) != attempt)
+        points = zip(series.attempts, series.steps, series.values, series.at)
+        lost = sorted(point for point in points if kept.get(point[1]) != point[0])
         for _, group in groupby(lost, key=itemgetter(0)):
-            attempts, steps, values = zip(*group)
-            found.setdefault(name, []).append(Series(steps=steps, values=values, attempts=attempts))
+            attempts, steps, values, at = zip(*group)
+            found.setdefault(name, []).append(Series(steps=steps, values=values, attempts=attempts, at=at))
     return found
 
 
@@ -211,7 +211,7 @@ def _tokens_per_step(folder: Folder, surviving: dict[str, Series], last: int) ->
     if tokens and len(tokens.steps) > 1:
         return (tokens.values[-1] - tokens.values[0]) / (tokens.steps[-1] - tokens.steps[0])
     total = folder.facts.get("tokens")
-    return total / (folder.facts.get("steps") or last + 1) if total else None
+    return total / (folder.facts.get("num_steps") or last + 1) if total else None
 
 
 def _times(moments: list[tuple[int, str]], most: int = 400) -> dict[str, list[float]] | None:
