@@ -27,7 +27,13 @@ from noonsight.recipe.window import (
 from noonsight.scaling.ladder import MINIATURE, MINIATURE_TARGET
 
 TEXT = Path(__file__).parents[1] / "assets" / "voyages"
-KINDS = {"jargon": "reference", "milton": "poetry", "shakespeare": "drama", "sqlite-docs": "manual", "sqlite-source": "code"}
+KINDS = {
+    "jargon": "reference",
+    "milton": "poetry",
+    "shakespeare": "drama",
+    "sqlite-docs": "manual",
+    "sqlite-source": "code",
+}
 VOCABULARY = 4096
 BETA2 = 0.98  # declared: the transfer rule would clamp it at this batch size
 PROMPTS = ("The king", "A hacker is", "SQLite opens the")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,9 @@ def voyage(seed: int, root: Path) -> dict[str, Any]:
     root = root / str(seed)
     command = [NOON, "run", str(experiment_file(seed, root)), "--root", str(root)]
     start = time.monotonic()
-    process = subprocess.Popen(command, cwd=HOUSE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=quiet())
+    process = subprocess.Popen(
+        command, cwd=HOUSE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=quiet()
+    )
     memory = Memory(process.pid)
     lines, first_s = [], None
     assert process.stdout is not None
@@ -104,7 +106,9 @@ def chaos(seed: int, scratch: Path) -> dict[str, Any]:
     command = [NOON, "run", str(experiment_file(seed, root)), "--root", str(root)]
     killed, orphans = [], 0
     for after_s in CHAOS_KILLS_AT_S:
-        process = subprocess.Popen(command, cwd=HOUSE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quiet())
+        process = subprocess.Popen(
+            command, cwd=HOUSE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quiet()
+        )
         time.sleep(after_s)
         tree = descendants(process.pid)
         victim = draw.choice([process.pid, *tree])
@@ -132,7 +136,10 @@ def chaos(seed: int, scratch: Path) -> dict[str, Any]:
 def summary(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each demand with its figure and whether it holds."""
     runs, chaos_run = figures["voyages"], figures["chaos"]
-    worst = {key: max(run[key] for run in runs) for key in ("wall_s", "first_line_s", "lines", "widest_line", "again_s", "peak_memory_mib")}
+    worst = {
+        key: max(run[key] for run in runs)
+        for key in ("wall_s", "first_line_s", "lines", "widest_line", "again_s", "peak_memory_mib")
+    }
     inside = sum(run["verdict"] == "inside" for run in runs)
     gain = [run["log_score"] - run["log_score_baseline"] for run in runs]
     widths = [run["width_percent"] for run in runs]
@@ -140,15 +147,24 @@ def summary(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "inside (>= 4 of 5)": {"value": inside, "holds": inside >= 4},
         "widest interval, % of median (<= 10)": {"value": max(widths), "holds": max(widths) <= 10},
         "log score over 'same as the last rung' (> 0 in each)": {"value": round(min(gain), 3), "holds": min(gain) > 0},
-        "median absolute error, %": {"value": statistics.median(abs(run["error_percent"]) for run in runs), "holds": True},
+        "median absolute error, %": {
+            "value": statistics.median(abs(run["error_percent"]) for run in runs),
+            "holds": True,
+        },
         "wall seconds, worst (<= 480)": {"value": worst["wall_s"], "holds": worst["wall_s"] <= 480},
-        "peak memory MiB, whole process tree (<= 2048)": {"value": worst["peak_memory_mib"], "holds": worst["peak_memory_mib"] <= 2048},
+        "peak memory MiB, whole process tree (<= 2048)": {
+            "value": worst["peak_memory_mib"],
+            "holds": worst["peak_memory_mib"] <= 2048,
+        },
         "first line, s (<= 20)": {"value": worst["first_line_s"], "holds": worst["first_line_s"] <= 20},
         "lines (<= 60)": {"value": worst["lines"], "holds": worst["lines"] <= 60},
         "columns (<= 100)": {"value": worst["widest_line"], "holds": worst["widest_line"] <= 100},
         "run again when done, s (<= 3)": {"value": worst["again_s"], "holds": worst["again_s"] <= 3},
         "noon --help, s (<= 0.5)": {"value": round(figures["help_s"], 2), "holds": figures["help_s"] <= 0.5},
-        "killed once and resumed bit for bit, all": {"value": True, "holds": all(r["kills"] == 1 and r["resumed_bit_identical"] for r in runs)},
+        "killed once and resumed bit for bit, all": {
+            "value": True,
+            "holds": all(r["kills"] == 1 and r["resumed_bit_identical"] for r in runs),
+        },
         "frozen before the run, all": {"value": True, "holds": all(run["frozen_before_start"] for run in runs)},
         "kill -9 of random processes: orphans": {"value": chaos_run["orphans"], "holds": chaos_run["orphans"] == 0},
         "kill -9 of random processes: same final weights": {
@@ -224,7 +240,9 @@ def experiment_file(seed: int, root: Path) -> Path:
 
 def show(seed: int, root: Path) -> dict[str, Any]:
     """The contract for scripts: `noon show NAME --json`."""
-    done = subprocess.run([NOON, "show", f"miniature-{seed}", "--root", str(root), "--json"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [NOON, "show", f"miniature-{seed}", "--root", str(root), "--json"], capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -250,7 +268,9 @@ def quiet() -> dict[str, str]:
 
 def commit() -> str:
     """The commit that is measured, marked when the tree differs from it."""
-    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=HOUSE, capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=HOUSE, capture_output=True, text=True
+    ).stdout.strip()
     dirty = subprocess.run(["git", "status", "--porcelain"], cwd=HOUSE, capture_output=True, text=True).stdout.strip()
     return head + ("+changes" if dirty else "")
 
@@ -259,13 +279,22 @@ def machine() -> dict[str, Any]:
     """What was measured on."""
     import jax
 
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
-    return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(), "jax": jax.__version__, "system": platform.system()}
+    model = next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "system": platform.system(),
+    }
 
 
 def now() -> str:
     """The time, in UTC."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,9 @@ def test_rooms_stay_small(room: Path):
 
 
 def test_imports_go_down():
-    found = subprocess.run([Path(sys.executable).parent / "lint-imports", "--no-cache"], cwd=HOUSE, capture_output=True, text=True)
+    found = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports", "--no-cache"], cwd=HOUSE, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stdout
 
 
@@ -70,5 +72,9 @@ def test_nothing_of_this_machine_is_committed():
     pattern = re.compile(r"/work/|/root/|/home/\w|files\.pythonhosted|pypi\.org|registry\.npmjs|deb\.debian\.org")
     for name in names:
         path = HOUSE / name
-        if path.suffix in {".py", ".md", ".toml", ".sh", ".html", ".json"} and path.name != "test_house.py" and path.is_file():
+        if (
+            path.suffix in {".py", ".md", ".toml", ".sh", ".html", ".json"}
+            and path.name != "test_house.py"
+            and path.is_file()
+        ):
             assert not pattern.search(path.read_text(errors="replace")), name

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from os.path import commonprefix
 from typing import Any
@@ -175,7 +175,7 @@ def _series(address: str, label: str, points: Series, ghosts: list[Series], fact
 def _points(steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
     numbers = [int(step) for step in steps]
     stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    regular = all(later - earlier == stride for earlier, later in zip(numbers, numbers[1:]))
+    regular = all(later - earlier == stride for earlier, later in pairwise(numbers))
     where = (
         {"first": numbers[0] if numbers else 0, "stride": stride, "count": len(numbers)}
         if regular
@@ -230,7 +230,7 @@ def _shorten(series: list[dict[str, Any]]) -> None:
     if len(series) < 2:
         return
     names = [item["label"] for item in series]
-    start = commonprefix(names)
+    start = commonprefix(names)  # noqa: RUF071 (names of metrics, not paths)
     cut = max(start.rfind("/"), start.rfind("_")) + 1
     for item, name in zip(series, names):
         shorter = name[cut:].split("/", 1)[-1]

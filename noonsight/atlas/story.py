@@ -152,7 +152,7 @@ def status_sentence(
 def _done(
     run: Run, progress: Progress | None, events: list[Event], prediction: Prediction | None, verdict: Verdict | None
 ) -> str:
-    steps = run.facts.get("steps") or (progress.step if progress else None)
+    steps = run.facts.get("num_steps") or (progress.step if progress else None)
     work = f"Trained {plural(int(steps), 'step')}" if steps else f"Trained {compact(run.facts.get('tokens'))} tokens"
     sentence = f"{work} in {duration(run.facts.get('seconds') or run.seconds)}{_interruptions(run, events)}"
     if verdict:

@@ -34,7 +34,11 @@ def lower_bounds(segments: Int[Array, "B S"], window: int) -> Int[Array, "B S"]:
 
 
 def query(
-    a: Float[Array, "B S D"], layer: Layers, angles: Float[Array, "B S 2 h"], rotated: Bool[Array, ""], config: ModelConfig
+    a: Float[Array, "B S D"],
+    layer: Layers,
+    angles: Float[Array, "B S 2 h"],
+    rotated: Bool[Array, ""],
+    config: ModelConfig,
 ) -> Float[Array, "B S N H"]:
     """Normed, rotated and scaled queries, ready for the product with keys."""
     q = matmul(a, layer.wq).reshape(*a.shape[:-1], config.num_heads, config.head_width)
@@ -66,7 +70,11 @@ def _kept_heads(x: Float[Array, "B S K H"], is_global: Bool[Array, ""], config: 
 
 
 def _place(
-    x: Float[Array, "B S n H"], gain: Float[Array, "H"] | None, angles: Float[Array, "B S 2 h"], rotated: Bool[Array, ""], config: ModelConfig
+    x: Float[Array, "B S n H"],
+    gain: Float[Array, "H"] | None,
+    angles: Float[Array, "B S 2 h"],
+    rotated: Bool[Array, ""],
+    config: ModelConfig,
 ) -> Float[Array, "B S n H"]:
     if config.qk_norm != "off":
         x = rms_norm(x, gain, QK_EPS)
@@ -80,7 +88,9 @@ def finish(
     grouped = y.reshape(*y.shape[:2], v.shape[2], -1, config.head_width)
     if config.exclusive_attention:
         wide = v.astype(jnp.float32)[:, :, :, None]
-        along = jnp.sum(grouped * wide, axis=-1, keepdims=True) / (jnp.sum(wide * wide, axis=-1, keepdims=True) + XSA_EPS)
+        along = jnp.sum(grouped * wide, axis=-1, keepdims=True) / (
+            jnp.sum(wide * wide, axis=-1, keepdims=True) + XSA_EPS
+        )
         grouped = (grouped - wide * along).astype(y.dtype)
     heads = grouped.reshape(y.shape)
     gate_mean = jnp.float32(1)
@@ -161,7 +171,9 @@ def _blocked_backward(saved, cotangent):
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _scores(q: Float[Array, "B K r H"], k: Float[Array, "B K s H"], bound: Int[Array, "B s"], i: Array, j: Array) -> Float[Array, "B K r s"]:
+def _scores(
+    q: Float[Array, "B K r H"], k: Float[Array, "B K s H"], bound: Int[Array, "B s"], i: Array, j: Array
+) -> Float[Array, "B K r s"]:
     """Scores of query block i on key block j, invisible ones HIDDEN."""
     scores = _dot("bkrh,bksh->bkrs", q, k)
     rows, columns = i * BLOCK + jnp.arange(BLOCK), j * BLOCK + jnp.arange(BLOCK)

@@ -180,7 +180,9 @@ def miniature(width: int, num_layers: int, vocab_size: int) -> ModelConfig:
     Raises ValueError when `width` is not a multiple of 8.
     """
     if width % 8:
-        raise ValueError(f"miniature: width {width} is not a multiple of the head width 8; take {width - width % 8 or 8}")
+        raise ValueError(
+            f"miniature: width {width} is not a multiple of the head width 8; take {width - width % 8 or 8}"
+        )
     local, global_ = hero_kv_heads(width // 8)
     return replace(
         hero(),
@@ -354,31 +356,52 @@ def _check_attention(config: ModelConfig) -> None:
         global_ > 0 and local % global_ == 0,
         f"num_kv_heads_local {local} is not a multiple of num_kv_heads_global {global_}: global layers repeat each kept head",
     )
-    _require(config.global_every is None or config.global_every > 0, f"global_every is {config.global_every}; use None for no global layer")
-    _require(0 <= config.rope_fraction <= 1, f"rope_fraction is {config.rope_fraction}; it is a part of the head, 0 to 1")
+    _require(
+        config.global_every is None or config.global_every > 0,
+        f"global_every is {config.global_every}; use None for no global layer",
+    )
+    _require(
+        0 <= config.rope_fraction <= 1, f"rope_fraction is {config.rope_fraction}; it is a part of the head, 0 to 1"
+    )
     rotated = config.head_width * config.rope_fraction
-    _require(rotated == int(rotated) and int(rotated) % 2 == 0, f"head_width * rope_fraction is {rotated}; rotation needs an even number")
+    _require(
+        rotated == int(rotated) and int(rotated) % 2 == 0,
+        f"head_width * rope_fraction is {rotated}; rotation needs an even number",
+    )
     _choice("qk_norm", config.qk_norm, ("off", "free", "gain"))
 
 
 def _check_experts(config: ModelConfig) -> None:
     _choice("balance", config.balance, ("histogram", "topk", "none"))
     _choice("exchange", config.exchange, ("sorted", "einsum"))
-    _require(config.capacity_factor is None, f"capacity_factor is {config.capacity_factor}, but exchange {config.exchange!r} drops nothing; use None")
+    _require(
+        config.capacity_factor is None,
+        f"capacity_factor is {config.capacity_factor}, but exchange {config.exchange!r} drops nothing; use None",
+    )
     if not config.is_moe:
-        _require(config.dense_width > 0, "num_experts is 0 and dense_width is 0: the model has no MLP; give one of them")
+        _require(
+            config.dense_width > 0, "num_experts is 0 and dense_width is 0: the model has no MLP; give one of them"
+        )
         _require(config.balance == "none", f"balance is {config.balance!r} but there are no experts; use 'none'")
         return
     experts, chosen = config.num_experts, config.num_experts_per_token
-    _require(config.dense_width == 0, f"dense_width is {config.dense_width} beside {experts} experts; one of them must be 0")
+    _require(
+        config.dense_width == 0, f"dense_width is {config.dense_width} beside {experts} experts; one of them must be 0"
+    )
     _require(
         0 < chosen < experts,
         f"num_experts_per_token is {chosen} of {experts} experts; it must be smaller, the ({chosen} + 1)-th score sets the threshold",
     )
     _require(config.expert_width > 0, "expert_width is 0; routed experts need an inner width")
-    _require(config.num_shared_experts == 0 or config.shared_width > 0, "shared_width is 0; shared experts need an inner width")
+    _require(
+        config.num_shared_experts == 0 or config.shared_width > 0,
+        "shared_width is 0; shared experts need an inner width",
+    )
     _require(config.router_combine_sum > 0, f"router_combine_sum is {config.router_combine_sum}; it must be positive")
-    _require(1 < config.balance_bins <= MAX_HISTOGRAM_BINS, f"balance_bins is {config.balance_bins}; use 2 to {MAX_HISTOGRAM_BINS}")
+    _require(
+        1 < config.balance_bins <= MAX_HISTOGRAM_BINS,
+        f"balance_bins is {config.balance_bins}; use 2 to {MAX_HISTOGRAM_BINS}",
+    )
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -54,7 +54,12 @@ def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
 
 
 def prefill(
-    params: Params, extra: dict[str, Array], cache: Cache, tokens: Int[Array, "B S"], lengths: Int[Array, "B"], config: ModelConfig
+    params: Params,
+    extra: dict[str, Array],
+    cache: Cache,
+    tokens: Int[Array, "B S"],
+    lengths: Int[Array, "B"],
+    config: ModelConfig,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Append the first `lengths[b]` >= 1 of each row's tokens; logits after each row's last one. The cache must have room for S more.
 
@@ -72,7 +77,11 @@ def prefill(
         x, sites, _ = block(x, layer, kind, _reach(old, positions, window), angles, valid, config)
         return x, _advance(old, sites, lengths)
 
-    per_layer = (ready.layers, kinds(config), replace(cache, lengths=jnp.broadcast_to(cache.lengths, (config.num_layers, len(tokens)))))
+    per_layer = (
+        ready.layers,
+        kinds(config),
+        replace(cache, lengths=jnp.broadcast_to(cache.lengths, (config.num_layers, len(tokens)))),
+    )
     x, new = jax.lax.scan(one_layer, embed(ready, tokens, config), per_layer)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     h = gated_norm(last, ready.final_norm, ready.final_gate, config.norm_eps)
@@ -129,6 +138,8 @@ def _advance(old: Cache, sites: Sites, lengths: Int[Array, "B"]) -> Cache:
     )
 
 
-def _write(stored: Float[Array, "B P K H"], new: Float[Array, "B S K H"], lengths: Int[Array, "B"]) -> Float[Array, "B P K H"]:
+def _write(
+    stored: Float[Array, "B P K H"], new: Float[Array, "B S K H"], lengths: Int[Array, "B"]
+) -> Float[Array, "B P K H"]:
     """`new` at each row's own length. Slots behind the row's final length are overwritten by the next call before they are seen."""
     return jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at, 0, 0)))(stored, new, lengths)

@@ -14,6 +14,7 @@ from noonsight.model.params import Gate
 
 NO_DOCUMENT = -2  # a segment number that no token has; padding has -1
 
+
 @jax.custom_vjp
 def matmul(x: Float[Array, "*b m"], w: Float[Array, "m n"]) -> Float[Array, "*b n"]:
     """x @ w with float32 accumulation, rounded once to the dtype of x.
@@ -30,7 +31,9 @@ def _matmul_forward(x, w):
 def _matmul_backward(saved, cotangent):
     x, w = saved
     rows, columns = x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
-    dx = jax.lax.dot_general(cotangent, w, (((cotangent.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    dx = jax.lax.dot_general(
+        cotangent, w, (((cotangent.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
     dw = jax.lax.dot_general(rows, columns, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
@@ -95,6 +98,8 @@ def rotate(x: Float[Array, "*b N H"], angles: Float[Array, "*b 2 h"]) -> Float[A
     return jnp.concatenate([turned.reshape(*x.shape[:-1], 2 * pairs).astype(x.dtype), x[..., 2 * pairs :]], axis=-1)
 
 
-def swiglu(x: Float[Array, "*b D"], gate: Float[Array, "D M"], up: Float[Array, "D M"], down: Float[Array, "M D"]) -> Float[Array, "*b D"]:
+def swiglu(
+    x: Float[Array, "*b D"], gate: Float[Array, "D M"], up: Float[Array, "D M"], down: Float[Array, "M D"]
+) -> Float[Array, "*b D"]:
     """(silu(x gate) * (x up)) down."""
     return matmul(jax.nn.silu(matmul(x, gate)) * matmul(x, up), down)

@@ -48,7 +48,11 @@ SPECS: dict[str, PartitionSpec] = {
     "mlp_down": _OUTPUTS,  # mlp_down[L, M, D_fsdp]
     **dict.fromkeys(("router", "router_bias", "head_gate", "sconv_k", "sconv_attn", "sconv_moe"), _WHOLE),
     **dict.fromkeys(("embed_norm", "attn_norm", "moe_norm", "latent_norm", "final_norm", "q_norm", "k_norm"), _WHOLE),
-    **{f"{gate}.{side}": _WHOLE for gate in ("embed_gate", "attn_gate", "moe_gate", "final_gate") for side in ("down", "up")},
+    **{
+        f"{gate}.{side}": _WHOLE
+        for gate in ("embed_gate", "attn_gate", "moe_gate", "final_gate")
+        for side in ("down", "up")
+    },
 }
 
 
@@ -65,7 +69,9 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
 def param_specs(config: ModelConfig) -> Params:
     """A tree like the params of `config` with a PartitionSpec in place of each array."""
     return jax.tree.map_with_path(
-        lambda path, _: SPECS[leaf_name(path).removeprefix("layers.")], shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple)
+        lambda path, _: SPECS[leaf_name(path).removeprefix("layers.")],
+        shapes(config),
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
     )
 
 

@@ -29,7 +29,11 @@ class LossParts(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def weighted_loss(
-    h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, "T"], weights: Float[Array, "T"], z_loss_weight: float
+    h: Float[Array, "T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "T"],
+    weights: Float[Array, "T"],
+    z_loss_weight: float,
 ) -> LossParts:
     """The loss of hidden states against target tokens. Products accumulate in float32. Sum of weights 0 gives 0."""
     scale = _inverse_sum(weights)
@@ -43,7 +47,9 @@ def weighted_loss(
     return _parts(ce.sum() * scale, square.sum() * scale, z_loss_weight)
 
 
-def token_cross_entropy(h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, "T"]) -> Float[Array, "T"]:
+def token_cross_entropy(
+    h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, "T"]
+) -> Float[Array, "T"]:
     """Cross-entropy of each token, nats, by chunks. Weights and z-loss play no part."""
 
     def chunk(inputs):
@@ -66,7 +72,9 @@ def _loss_forward(h, head, targets, weights, z_loss_weight):
         lse = (top + jnp.log(total))[:, 0]
         slope = weights * scale * (1 + 2 * z_loss_weight * lse)  # of lse in the loss
         hot = jnp.arange(logits.shape[1]) == targets[:, None]
-        d_logits = (shifted * (slope[:, None] / total) - jnp.where(hot, (weights * scale)[:, None], 0.0)).astype(h.dtype)
+        d_logits = (shifted * (slope[:, None] / total) - jnp.where(hot, (weights * scale)[:, None], 0.0)).astype(
+            h.dtype
+        )
         dh = jnp.dot(d_logits, head.T, preferred_element_type=jnp.float32).astype(h.dtype)
         d_head = d_head + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
         return d_head, (dh, *_sums(logits, lse, targets, weights))

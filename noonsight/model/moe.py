@@ -66,7 +66,9 @@ def moe(
     if layer.latent_down is not None:
         latent = rms_norm(matmul(rows, layer.latent_down), layer.latent_norm, config.norm_eps)
     exchange = EXCHANGES[config.exchange]
-    y, drops = exchange(latent, routing.chosen, routing.weights, live, layer.expert_gate, layer.expert_up, layer.expert_down)
+    y, drops = exchange(
+        latent, routing.chosen, routing.weights, live, layer.expert_gate, layer.expert_up, layer.expert_down
+    )
     if layer.latent_up is not None:
         y = matmul(y, layer.latent_up)
     for j in range(config.num_shared_experts):
@@ -106,7 +108,9 @@ def topk_beta(margins: Float[Array, "T E"], valid: Bool[Array, "T"], rank: Float
     return ordered[jnp.maximum(1, jnp.floor(rank).astype(jnp.int32)) - 1]
 
 
-def _statistics(routing: Routing, valid: Bool[Array, "T"], drops: Int[Array, ""], config: ModelConfig) -> RouterStatistics:
+def _statistics(
+    routing: Routing, valid: Bool[Array, "T"], drops: Int[Array, ""], config: ModelConfig
+) -> RouterStatistics:
     scores, threshold = jax.lax.stop_gradient((routing.scores, routing.threshold))
     num_valid = jnp.maximum(valid.sum(), 1)  # int32 within one device's batch; run totals are kept by the host (F11)
     beta = jnp.zeros(config.num_experts, jnp.float32)

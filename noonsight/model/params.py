@@ -98,7 +98,10 @@ def init_params(key: Array, config: ModelConfig) -> Params:
     """Fresh float32 parameters. Each leaf draws from its own key, numbered in the order of the tree."""
     flat, treedef = jax.tree.flatten_with_path(shapes(config), is_leaf=_is_shape)
     scale = config.init_scale / config.width**0.5
-    leaves = [_init_leaf(path[-1].name, shape, jax.random.fold_in(key, index), scale) for index, (path, shape) in enumerate(flat)]
+    leaves = [
+        _init_leaf(path[-1].name, shape, jax.random.fold_in(key, index), scale)
+        for index, (path, shape) in enumerate(flat)
+    ]
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -171,5 +174,3 @@ def _init_leaf(name: str, shape: tuple[int, ...], key: Array, scale: float) -> A
     if name.startswith("sconv"):
         return jnp.zeros(shape, jnp.float32).at[:, 0].set(1.0)
     return scale * jax.random.truncated_normal(key, -3.0, 3.0, shape, jnp.float32)
-
-

@@ -79,7 +79,9 @@ def make_program(config: ModelConfig) -> Program:
     def loss(params: Params, extra: dict[str, Array], batch: Batch) -> tuple[Array, dict[str, Any]]:
         ready = prepare(params, extra, config)
         h, statistics = _states(ready, batch.tokens, batch.segments, config)
-        parts = weighted_loss(_rows(h), head(ready), _targets(batch.tokens), batch.weights.reshape(-1), config.z_loss_weight)
+        parts = weighted_loss(
+            _rows(h), head(ready), _targets(batch.tokens), batch.weights.reshape(-1), config.z_loss_weight
+        )
         metrics = {"cross_entropy": parts.cross_entropy, "z_loss": parts.z_loss, **_metrics(ready, statistics)}
         following = {"pending_beta": statistics.router.beta} if extra else {}
         return parts.total, {"metrics": metrics, "next": following}

@@ -83,7 +83,8 @@ def make_measure(model: ModelConfig, store: Path, *, batch_size: int = 16) -> Ca
 
 def _table(scores: Scores) -> dict[str, Any]:
     rows = [
-        [each.domain, each.bits_per_byte, each.standard_error, each.num_documents, each.num_bytes] for each in scores.domains
+        [each.domain, each.bits_per_byte, each.standard_error, each.num_documents, each.num_bytes]
+        for each in scores.domains
     ]
     text = f"Documents scored alone behind one {scores.prefix.upper()}, {scores.context} tokens of context, no token dropped; errors are over documents."
     columns = ["domain", "bits per byte", "standard error", "documents", "bytes"]

@@ -54,13 +54,17 @@ def load_run(folder: Path, checkpoint: str | None = None) -> tuple[PretrainConfi
     record = read.run(folder)
     if record is None or record.status != "done" or "checkpoint" not in record.facts:
         state = "has no record" if record is None else f"is {record.status}"
-        raise ValueError(f"{folder} is not a finished training run (it {state}). Give the folder of a run that is done.")
+        raise ValueError(
+            f"{folder} is not a finished training run (it {state}). Give the folder of a run that is done."
+        )
     config = config_of(record.config)
     program = make_program(config.model)
     key = jax.random.key(0)
     optimizer = make_optimizer(config.optimizer, jax.eval_shape(program.init, key)[0], num_steps=config.num_steps)
     shapes = jax.eval_shape(lambda: init_state(program, optimizer, key))
-    state = checkpoints.restore(folder / "checkpoints" / checkpoint if checkpoint else folder / record.facts["checkpoint"], shapes)
+    state = checkpoints.restore(
+        folder / "checkpoints" / checkpoint if checkpoint else folder / record.facts["checkpoint"], shapes
+    )
     return config, state.params, state.extra
 
 

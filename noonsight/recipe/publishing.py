@@ -35,14 +35,25 @@ def run_export(config: ExportConfig, inputs: Mapping[str, Path], out: Path) -> A
     Raises ValueError when the loaded model is not the trained one.
     """
     with claim(out, "stage") as owned:
-        Writer(out, owned).progress(0, 1, unit="models", phase="start", text="writing safetensors, then loading them again")
-        facts, receipt = export_run(inputs["run"], out / "model", tokenizer=inputs["tokenizer"] / "tokenizer.json", dtype=config.dtype)
+        Writer(out, owned).progress(
+            0, 1, unit="models", phase="start", text="writing safetensors, then loading them again"
+        )
+        facts, receipt = export_run(
+            inputs["run"], out / "model", tokenizer=inputs["tokenizer"] / "tokenizer.json", dtype=config.dtype
+        )
         (out / "receipts").mkdir(exist_ok=True)
         write_atomic(out / "receipts" / "export.json", encode(receipt))
     if not receipt.passed:
-        failed = ", ".join(f"{check.name} {check.value:.3g} > {check.bound:.3g}" for check in receipt.checks if not check.passed)
-        raise ValueError(f"the exported model is not the trained one: {failed}. The folder {out / 'model'} is kept for inspection.")
-    return Artifact(facts=facts | {"receipt_passed": receipt.passed, "checks": {check.name: check.value for check in receipt.checks}})
+        failed = ", ".join(
+            f"{check.name} {check.value:.3g} > {check.bound:.3g}" for check in receipt.checks if not check.passed
+        )
+        raise ValueError(
+            f"the exported model is not the trained one: {failed}. The folder {out / 'model'} is kept for inspection."
+        )
+    return Artifact(
+        facts=facts
+        | {"receipt_passed": receipt.passed, "checks": {check.name: check.value for check in receipt.checks}}
+    )
 
 
 def export_run(run: Path, out: Path, *, tokenizer: Path | None = None, dtype: str = "float32") -> tuple[dict, Receipt]:
@@ -100,5 +111,7 @@ def _tokenizer_of(run: Path) -> Path:
     store = run.parent / record.inputs["store"]["stage"] if record and "store" in record.inputs else None
     written = read.run(store) if store else None
     if written is None or "tokenizer" not in written.inputs:
-        raise ValueError(f"cannot find the tokenizer of {run}: its token store is not beside it. Export from the folder where it ran.")
+        raise ValueError(
+            f"cannot find the tokenizer of {run}: its token store is not beside it. Export from the folder where it ran."
+        )
     return run.parent / written.inputs["tokenizer"]["stage"] / "tokenizer.json"

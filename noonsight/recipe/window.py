@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from noonsight.corpus import dedup, domains, quality, select, sources
 from noonsight.logbook.record import Fault, Placement
 from noonsight.model.config import ModelConfig
 from noonsight.model.count import count
-from noonsight.plan.stage import Experiment, Stage
+from noonsight.plan.stage import Experiment, Function, Stage
 from noonsight.recipe import measuring, pretraining, publishing
 from noonsight.scaling import forecast as forecasting
 from noonsight.scaling import register, transfer
@@ -39,6 +39,14 @@ __all__ = [
     "text_folders",
 ]
 
+COPIES = "Find exact and near copies, each proven against a kept document."
+JUDGED = "Apply the rules and grade every document from 0 to 4."
+GROUPED = "Group the documents by what they are about."
+CHOSEN = "Hold out a test set, then decide what trains, with reasons."
+VOCABULARY = "Learn the vocabulary from the training text alone."
+STORED = "Write the documents as tokens, with the way back to the text."
+MIXED = "Say how much of each cell is served, and when."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
@@ -56,7 +64,16 @@ class Corpus:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """All of them, in running order."""
-        return (self.documents, self.duplicates, self.quality, self.domains, self.select, self.tokenizer, self.store, self.mixture)
+        return (
+            self.documents,
+            self.duplicates,
+            self.quality,
+            self.domains,
+            self.select,
+            self.tokenizer,
+            self.store,
+            self.mixture,
+        )
 
 
 def text_folders(folder: str | Path, *, kinds: Mapping[str, str] | None = None) -> dict[str, tuple[Path, str, str]]:
@@ -67,7 +84,9 @@ def text_folders(folder: str | Path, *, kinds: Mapping[str, str] | None = None) 
     """
     folder = Path(folder).expanduser().resolve()
     if not folder.is_dir():
-        raise FileNotFoundError(f"the text folder {folder} does not exist. Give text_folders() a folder of plain text files.")
+        raise FileNotFoundError(
+            f"the text folder {folder} does not exist. Give text_folders() a folder of plain text files."
+        )
     files = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
     below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     whole = bool(files) or not below
@@ -80,9 +99,9 @@ def curate(
     *,
     vocab_size: int = 4096,
     version: str = "1",
-    selection: select.SelectConfig | None = None,
-    duplicates: dedup.DuplicatesConfig | None = None,
-    mix: mixture.MixtureConfig | None = None,
+    selection: select.SelectConfig = select.SelectConfig(),
+    duplicates: dedup.DuplicatesConfig = dedup.DuplicatesConfig(),
+    mix: mixture.MixtureConfig = mixture.MixtureConfig(),
     on_bad: Literal["stop", "skip"] = "stop",
 ) -> Corpus:
     """Text folders (as `text_folders` returns them) to documents, judgements, a choice, tokens and a mixture.
@@ -90,7 +109,8 @@ def curate(
     `on_bad` says what happens at a file that is not text: stop and name it, or skip it and count it.
     """
     scanned = tuple(
-        sources.scan(path, name=name, kind=kind, licence=licence) for name, (path, kind, licence) in sorted(folders.items())
+        sources.scan(path, name=name, kind=kind, licence=licence)
+        for name, (path, kind, licence) in sorted(folders.items())
     )
     documents = Stage(
         name="documents",
@@ -100,63 +120,20 @@ def curate(
         placement=Placement(locations={name: str(path) for name, (path, _, _) in folders.items()}),
         sentence="Read the text and cut it into documents.",
     )
-    given = {"documents": documents}
-    copies = Stage(
-        name="duplicates",
-        version=version,
-        function=dedup.find_duplicates,
-        config=duplicates or dedup.DuplicatesConfig(),
-        inputs=given,
-        sentence="Find exact and near copies, each proven against a kept document.",
-    )
-    judged = Stage(
-        name="quality",
-        version=version,
-        function=quality.judge,
-        config=quality.QualityConfig(),
-        inputs=given,
-        sentence="Apply the rules and grade every document from 0 to 4.",
-    )
-    grouped = Stage(
-        name="domains",
-        version=version,
-        function=domains.assign,
-        config=domains.DomainsConfig(),
-        inputs=given,
-        sentence="Group the documents by what they are about.",
-    )
-    chosen = Stage(
-        name="select",
-        version=version,
-        function=select.select,
-        config=selection or select.SelectConfig(),
-        inputs={**given, "duplicates": copies, "quality": judged, "domains": grouped},
-        sentence="Hold out a test set, then decide which documents train; every decision has its reason.",
-    )
-    vocabulary = Stage(
-        name="tokenizer",
-        version=version,
-        function=tokenizer.train_tokenizer,
-        config=tokenizer.TokenizerConfig(vocab_size=vocab_size),
-        inputs={**given, "select": chosen},
-        sentence="Learn the vocabulary from the training text alone.",
-    )
-    tokens = Stage(
-        name="store",
-        version=version,
-        function=store.build_store,
-        config=store.StoreConfig(),
-        inputs={**given, "select": chosen, "tokenizer": vocabulary},
-        sentence="Write the documents as tokens, with the way back to the text.",
-    )
-    mixed = Stage(
-        name="mixture",
-        version=version,
-        function=mixture.plan_mixture,
-        config=mix or mixture.MixtureConfig(),
-        inputs={"store": tokens},
-        sentence="Say how much of each cell is served, and when.",
-    )
+
+    def stage(name: str, function: Function, config: Any, sentence: str, **inputs: Stage) -> Stage:
+        return Stage(name=name, version=version, function=function, config=config, inputs=inputs, sentence=sentence)
+
+    copies = stage("duplicates", dedup.find_duplicates, duplicates, COPIES, documents=documents)
+    judged = stage("quality", quality.judge, quality.QualityConfig(), JUDGED, documents=documents)
+    grouped = stage("domains", domains.assign, domains.DomainsConfig(), GROUPED, documents=documents)
+    judgements = {"documents": documents, "duplicates": copies, "quality": judged, "domains": grouped}
+    chosen = stage("select", select.select, selection, CHOSEN, **judgements)
+    words = tokenizer.TokenizerConfig(vocab_size=vocab_size)
+    vocabulary = stage("tokenizer", tokenizer.train_tokenizer, words, VOCABULARY, documents=documents, select=chosen)
+    text = {"documents": documents, "select": chosen, "tokenizer": vocabulary}
+    tokens = stage("store", store.build_store, store.StoreConfig(), STORED, **text)
+    mixed = stage("mixture", mixture.plan_mixture, mix, MIXED, store=tokens)
     return Corpus(
         documents=documents,
         duplicates=copies,
@@ -228,7 +205,9 @@ def pretrain(
     )
 
 
-def forecast(rungs: Sequence[Stage], target: Rung, model: ModelConfig, *, version: str = "1", target_version: str = "1") -> Stage:
+def forecast(
+    rungs: Sequence[Stage], target: Rung, model: ModelConfig, *, version: str = "1", target_version: str = "1"
+) -> Stage:
     """The frozen forecast of the target's bits per byte, from finished rungs. `model` is the target's."""
     counts = count(model)
     tokens = target.num_steps * target.batch_size * target.sequence_length
@@ -284,7 +263,9 @@ def export(run: Stage, corpus: Corpus, *, version: str = "1") -> Stage:
     )
 
 
-def sample(exported: Stage, prompts: Sequence[str], *, version: str = "1", max_tokens: int = 96, seed: int = 0) -> Stage:
+def sample(
+    exported: Stage, prompts: Sequence[str], *, version: str = "1", max_tokens: int = 96, seed: int = 0
+) -> Stage:
     """Continuations of `prompts` by the exported model."""
     return Stage(
         name="samples",

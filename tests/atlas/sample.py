@@ -10,7 +10,7 @@ import hashlib
 import math
 import random
 import sys
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from noonsight.logbook.record import (
     encode,
 )
 
-START = datetime(2026, 12, 1, 11, 42, 7, tzinfo=timezone.utc)
+START = datetime(2026, 12, 1, 11, 42, 7, tzinfo=UTC)
 TOKENS_PER_STEP = 1024
 BYTES_PER_TOKEN = 3.12
 GROUPS = ("muonh", "adamh", "adam")

@@ -83,7 +83,7 @@ def _mark(incident: dict[str, Any]) -> str:
 def _figures(folder: Folder) -> list[tuple[str, str]]:
     """The strip of large numbers: what was spent and how fast, as far as it is recorded."""
     facts, progress = folder.facts, folder.progress
-    steps = facts.get("steps") or (progress.step if progress else None)
+    steps = facts.get("num_steps") or (progress.step if progress else None)
     wanted = [
         ("steps", story.number(steps) if steps else None),
         ("tokens", story.compact(facts["tokens"]) if facts.get("tokens") else None),
