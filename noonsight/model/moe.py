@@ -69,9 +69,15 @@ def moe(
     y, drops = exchange(latent, routing.chosen, routing.weights, live, layer.expert_gate, layer.expert_up, layer.expert_down)
     if layer.latent_up is not None:
         y = matmul(y, layer.latent_up)
-    for j in range(config.num_shared_experts):
-        y = y + swiglu(rows, layer.shared_gate[j], layer.shared_up[j], layer.shared_down[j])
+    if config.num_shared_experts:
+        y = y + _shared_experts(rows, layer)
     return y.reshape(m.shape), _statistics(routing, live, drops, config)
+
+
+def _shared_experts(rows: Float[Array, "T D"], layer: Layers) -> Float[Array, "T D"]:
+    """The sum of J SwiGLU blocks, computed as one block of inner width J * G. (The optimiser sees J separate matrices.)"""
+    gate, up = (jnp.moveaxis(w, 0, 1).reshape(rows.shape[1], -1) for w in (layer.shared_gate, layer.shared_up))
+    return swiglu(rows, gate, up, layer.shared_down.reshape(-1, rows.shape[1]))
 
 
 def histogram_beta(

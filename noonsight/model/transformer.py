@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from noonsight.model.params import Layers, Params, init_params, is_precise
 from noonsight.model.program import Program
 
 
+@runtime_checkable
 class Batch(Protocol):
     """What the model reads of a batch; `tokens.batches.Batch` is one."""
 
