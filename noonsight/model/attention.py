@@ -1,10 +1,12 @@
 """Attention of the hero family: grouped queries, window or whole document, rotated or not, exclusive, gated per head.
 
-A query at t sees the keys [lower(t), t]; the lower bound alone carries document masks and windows, so local and global layers run
-the same code and a scan over layers stays uniform. `attend` never holds more than one block of scores; blocks outside the bounds
-are never computed; its backward pass recomputes the scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022).
+A query at t sees the keys [lower(t), t]; the lower bound alone carries document masks and windows, so local and
+global layers run the same code and a scan over layers stays uniform. `attend` never holds more than one block of
+scores; blocks outside the bounds are never computed; its backward pass recomputes the scores from the saved
+log-sum-exp (FlashAttention, Dao et al. 2022).
 
-Sources: Marin, #8435; exclusive self-attention (XSA) removes from each head's output its component along the token's own value.
+Sources: Marin, #8435; exclusive self-attention (XSA) removes from each head's output its component along the token's
+own value.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ def lower_bounds(segments: Int[Array, "B S"], window: int) -> Int[Array, "B S"]:
 
 
 def query(
-    a: Float[Array, "B S D"], layer: Layers, angles: Float[Array, "B S 2 h"], rotated: Bool[Array, ""], config: ModelConfig
+    a: Float[Array, "B S D"],
+    layer: Layers,
+    angles: Float[Array, "B S 2 h"],
+    rotated: Bool[Array, ""],
+    config: ModelConfig,
 ) -> Float[Array, "B S N H"]:
     """Normed, rotated and scaled queries, ready for the product with keys."""
     q = matmul(a, layer.wq).reshape(*a.shape[:-1], config.num_heads, config.head_width)
@@ -66,7 +72,11 @@ def _kept_heads(x: Float[Array, "B S K H"], is_global: Bool[Array, ""], config: 
 
 
 def _place(
-    x: Float[Array, "B S n H"], gain: Float[Array, "H"] | None, angles: Float[Array, "B S 2 h"], rotated: Bool[Array, ""], config: ModelConfig
+    x: Float[Array, "B S n H"],
+    gain: Float[Array, " H"] | None,
+    angles: Float[Array, "B S 2 h"],
+    rotated: Bool[Array, ""],
+    config: ModelConfig,
 ) -> Float[Array, "B S n H"]:
     if config.qk_norm != "off":
         x = rms_norm(x, gain, QK_EPS)
@@ -76,11 +86,16 @@ def _place(
 def finish(
     y: Float[Array, "B S N H"], v: Float[Array, "B S K H"], a: Float[Array, "B S D"], layer: Layers, config: ModelConfig
 ) -> tuple[Float[Array, "B S D"], Float[Array, ""]]:
-    """From heads to width: exclusion of the own value, head gate, output projection. Second result: mean head gate (1 without)."""
+    """From heads to width: exclusion of the own value, head gate, output projection.
+
+    Second result: mean head gate (1 without).
+    """
     grouped = y.reshape(*y.shape[:2], v.shape[2], -1, config.head_width)
     if config.exclusive_attention:
         wide = v.astype(jnp.float32)[:, :, :, None]
-        along = jnp.sum(grouped * wide, axis=-1, keepdims=True) / (jnp.sum(wide * wide, axis=-1, keepdims=True) + XSA_EPS)
+        along = jnp.sum(grouped * wide, axis=-1, keepdims=True) / (
+            jnp.sum(wide * wide, axis=-1, keepdims=True) + XSA_EPS
+        )
         grouped = (grouped - wide * along).astype(y.dtype)
     heads = grouped.reshape(y.shape)
     gate_mean = jnp.float32(1)
@@ -110,7 +125,7 @@ def _blocked(q: Array, k: Array, v: Array, lower: Array) -> Array:
 
 
 def _blocked_forward(q, k, v, lower):
-    """For each block of queries, one pass over the visible blocks of keys with a running maximum and sum (online softmax)."""
+    """For each block of queries one pass over its visible blocks of keys, with a running maximum and sum."""
     queries, keys, values, bounds = _query_blocks(q, k.shape[2]), _key_blocks(k), _key_blocks(v), _bound_blocks(lower)
 
     def one_block(block):
@@ -161,7 +176,9 @@ def _blocked_backward(saved, cotangent):
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _scores(q: Float[Array, "B K r H"], k: Float[Array, "B K s H"], bound: Int[Array, "B s"], i: Array, j: Array) -> Float[Array, "B K r s"]:
+def _scores(
+    q: Float[Array, "B K r H"], k: Float[Array, "B K s H"], bound: Int[Array, "B s"], i: Array, j: Array
+) -> Float[Array, "B K r s"]:
     """Scores of query block i on key block j, invisible ones HIDDEN."""
     scores = _dot("bkrh,bksh->bkrs", q, k)
     rows, columns = i * BLOCK + jnp.arange(BLOCK), j * BLOCK + jnp.arange(BLOCK)

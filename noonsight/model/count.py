@@ -1,8 +1,9 @@
 """How large a model is and what it costs, in closed form, from the config alone. JAX is not imported.
 
-Parameters: every array of the tree in `params.py`. Active parameters: Marin's rule, the matrices a token passes outside embedding,
-head and gated norms. FLOPs: two per multiply-add of the matrices, the spans of attention taken in full (no halving for causality),
-three per score for the softmax; convolutions, gates and gated norms are not counted (Marin, #8435). Training costs three forwards.
+Parameters: every array of the tree in `params.py`. Active parameters: Marin's rule, the matrices a token passes
+outside embedding, head and gated norms. FLOPs: two per multiply-add of the matrices, the spans of attention taken in
+full (no halving for causality), three per score for the softmax; convolutions, gates and gated norms are not counted
+(Marin, #8435). Training costs three forwards.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def count(config: ModelConfig) -> Counts:
 def count_family(name: str, *, steps: int | None = None) -> dict[str, Any]:
     """Counts of a family by name with the tokens and FLOPs of its published run, or of `steps` steps of its batch.
 
-    `steps` of the result is None where only the tokens of the run were published. Raises ValueError for an unknown name.
+    `steps` of the result is None where only the tokens of the run were published. Raises ValueError for an unknown
+    name.
     """
     if name not in FAMILIES:
         raise ValueError(f"count: no family named {name!r}; choose one of {', '.join(FAMILIES)}")
@@ -75,7 +77,7 @@ def count_family(name: str, *, steps: int | None = None) -> dict[str, Any]:
 def _parts(config: ModelConfig) -> dict[str, int]:
     d, layers = config.width, config.num_layers
     query, stored = config.num_heads * config.head_width, config.num_kv_heads_local * config.head_width
-    experts, rows = config.num_experts, config.expert_input_width
+    experts = config.num_experts
     gated_norm = 2 * d * config.gated_norm_rank
     qk_gains = 2 * config.head_width if config.qk_norm == "gain" else 0
     parts = {
@@ -105,12 +107,18 @@ def _active_per_layer(config: ModelConfig) -> int:
     d = config.width
     heads = 2 * config.num_heads + 2 * config.num_kv_heads_local
     routed = d * config.num_experts + config.num_experts_per_token * _expert(config) + 2 * d * config.latent_width
-    return d * heads * config.head_width + routed + 3 * d * (config.num_shared_experts * config.shared_width + config.dense_width)
+    return (
+        d * heads * config.head_width
+        + routed
+        + 3 * d * (config.num_shared_experts * config.shared_width + config.dense_width)
+    )
 
 
 def _forward_flops(config: ModelConfig) -> int:
     d, query = config.width, config.num_heads * config.head_width
-    routed = 2 * config.num_experts_per_token * _expert(config) + 4 * d * config.latent_width + 2 * d * config.num_experts
+    routed = (
+        2 * config.num_experts_per_token * _expert(config) + 4 * d * config.latent_width + 2 * d * config.num_experts
+    )
     full_width = 6 * d * (config.num_shared_experts * config.shared_width + config.dense_width)
     flops = config.num_layers * (routed + full_width + 2 * query * d) + 2 * d * config.vocab_size
     for layer in range(config.num_layers):

@@ -1,8 +1,9 @@
 """Forward with a cache: the block of `transformer.py`, one stretch of tokens at a time.
 
-A cache holds, per layer, keys and values as queries see them (normed, rotated, heads repeated on global layers) and the last
-inputs of the three short convolutions. Each row of the batch is one document that starts at position 0; rows may have different
-lengths. Invariant: the logits equal those of `transformer.logits` on the same row to rounding (1e-5 in float32).
+A cache holds, per layer, keys and values as queries see them (normed, rotated, heads repeated on global layers) and
+the last inputs of the three short convolutions. Each row of the batch is one document that starts at position 0; rows
+may have different lengths. Invariant: the logits equal those of `transformer.logits` on the same row to rounding
+(1e-5 in float32).
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from noonsight.model.transformer import Reach, Sites, block, embed, head, kinds,
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """What one layer remembers. `taps` are the inputs of its convolutions at the last I - 1 positions (None without convolutions)."""
+    """What one layer remembers.
+
+    `taps` are the inputs of its convolutions at the last I - 1 positions (None without convolutions).
+    """
 
     key: Float[Array, "*L B P K H"]
     value: Float[Array, "*L B P K H"]
@@ -37,7 +41,7 @@ class LayerCache:
 class Cache:
     """What was seen so far: positions filled in each row, and every layer's memory, stacked."""
 
-    lengths: Int[Array, "B"]
+    lengths: Int[Array, " B"]
     layers: LayerCache
 
 
@@ -62,9 +66,16 @@ def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
 
 
 def prefill(
-    params: Params, extra: dict[str, Array], cache: Cache, tokens: Int[Array, "B S"], lengths: Int[Array, "B"], config: ModelConfig
+    params: Params,
+    extra: dict[str, Array],
+    cache: Cache,
+    tokens: Int[Array, "B S"],
+    lengths: Int[Array, " B"],
+    config: ModelConfig,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Append the first `lengths[b]` >= 1 of each row's tokens; logits after each row's last one. The cache must have room for S more.
+    """Append the first `lengths[b]` >= 1 of each row's tokens; logits after each row's last one.
+
+    The cache must have room for S more.
 
     What lies behind a row's length in `tokens` is ignored.
     """
@@ -83,11 +94,13 @@ def prefill(
     x, layers = jax.lax.scan(one_layer, embed(ready, tokens, config), (ready.layers, kinds(config), cache.layers))
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     h = gated_norm(last, ready.final_norm, ready.final_gate, config.norm_eps)
-    return jnp.dot(h, head(ready), preferred_element_type=jnp.float32), Cache(lengths=cache.lengths + lengths, layers=layers)
+    return jnp.dot(h, head(ready), preferred_element_type=jnp.float32), Cache(
+        lengths=cache.lengths + lengths, layers=layers
+    )
 
 
 def decode_step(
-    params: Params, extra: dict[str, Array], cache: Cache, tokens: Int[Array, "B"], config: ModelConfig
+    params: Params, extra: dict[str, Array], cache: Cache, tokens: Int[Array, " B"], config: ModelConfig
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Append one token to each row; logits for the next."""
     return prefill(params, extra, cache, tokens[:, None], jnp.ones_like(tokens), config)
@@ -116,7 +129,7 @@ def _reach(old: LayerCache, positions: Int[Array, "B S"], window: Int[Array, ""]
     return Reach(convolve, attend)
 
 
-def _advance(old: LayerCache, sites: Sites, start: Int[Array, "B"], lengths: Int[Array, "B"]) -> LayerCache:
+def _advance(old: LayerCache, sites: Sites, start: Int[Array, " B"], lengths: Int[Array, " B"]) -> LayerCache:
     """The memory of one layer after `lengths` of the new inputs, the first of which stood at `start`."""
 
     def latest(taps: Array | None, x: Array) -> Array | None:
@@ -135,6 +148,11 @@ def _advance(old: LayerCache, sites: Sites, start: Int[Array, "B"], lengths: Int
     )
 
 
-def _write(stored: Float[Array, "B P K H"], new: Float[Array, "B S K H"], start: Int[Array, "B"]) -> Float[Array, "B P K H"]:
-    """`new` from each row's own start. Slots behind the row's final length are overwritten by the next call before they are seen."""
+def _write(
+    stored: Float[Array, "B P K H"], new: Float[Array, "B S K H"], start: Int[Array, " B"]
+) -> Float[Array, "B P K H"]:
+    """`new` from each row's own start.
+
+    Slots behind the row's final length are overwritten by the next call before they are seen.
+    """
     return jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at, 0, 0)))(stored, new, start)

@@ -1,8 +1,9 @@
 """How arrays are split over the mesh: one table, in the notation of the scaling book, read by whoever places an array.
 
-`w[D_fsdp, F]` means: dim D of w is split over the mesh axes `fsdp` = (data, expert). Mesh axes: `replica` (racks; pure data
-parallel), `data`, `expert` (inside a rack), `model` (tensor parallel), `context` (long sequences). A single device is the mesh of
-all ones. Source of the assignment: Marin, #8435 (FSDP for dense matrices, experts split over `expert`, small arrays replicated).
+`w[D_fsdp, F]` means: dim D of w is split over the mesh axes `fsdp` = (data, expert). Mesh axes: `replica` (racks;
+pure data parallel), `data`, `expert` (inside a rack), `model` (tensor parallel), `context` (long sequences). A single
+device is the mesh of all ones. Source of the assignment: Marin, #8435 (FSDP for dense matrices, experts split over
+`expert`, small arrays replicated).
 """
 
 from __future__ import annotations
@@ -48,12 +49,18 @@ SPECS: dict[str, PartitionSpec] = {
     "mlp_down": _OUTPUTS,  # mlp_down[L, M, D_fsdp]
     **dict.fromkeys(("router", "router_bias", "head_gate", "sconv_k", "sconv_attn", "sconv_moe"), _WHOLE),
     **dict.fromkeys(("embed_norm", "attn_norm", "moe_norm", "latent_norm", "final_norm", "q_norm", "k_norm"), _WHOLE),
-    **{f"{gate}.{side}": _WHOLE for gate in ("embed_gate", "attn_gate", "moe_gate", "final_gate") for side in ("down", "up")},
+    **{
+        f"{gate}.{side}": _WHOLE
+        for gate in ("embed_gate", "attn_gate", "moe_gate", "final_gate")
+        for side in ("down", "up")
+    },
 }
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh with the axes of `AXES`, absent ones of size 1. Raises ValueError for an unknown axis or a wrong number of devices."""
+    """A mesh with the axes of `AXES`, absent ones of size 1. Raises ValueError for an unknown axis or a wrong number
+    of devices.
+    """
     if unknown := set(sizes) - set(AXES):
         raise ValueError(f"make_mesh: no mesh axis {sorted(unknown)}; the axes are {', '.join(AXES)}")
     shape = [sizes.get(axis, 1) for axis in AXES]
@@ -65,7 +72,9 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
 def param_specs(config: ModelConfig) -> Params:
     """A tree like the params of `config` with a PartitionSpec in place of each array."""
     return jax.tree.map_with_path(
-        lambda path, _: SPECS[leaf_name(path).removeprefix("layers.")], shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple)
+        lambda path, _: SPECS[leaf_name(path).removeprefix("layers.")],
+        shapes(config),
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
     )
 
 

@@ -1,10 +1,11 @@
-"""Cross-entropy with z-loss over chunks of tokens: the logits of a chunk exist once, and never those of the whole batch.
+"""Cross-entropy with z-loss over chunks of tokens: the logits of a chunk exist once, and never those of the whole
+batch.
 
     loss = sum_t w_t (ce_t + z lse_t^2) / sum_t w_t
 
-Under differentiation the gradient of a chunk is formed from the very logits its loss was read from, in the same pass, and scaled by
-the cotangent later. So forward and backward cannot disagree (F3: Marin, #8217, where bf16 logits went forward and float32
-logits backward), and one matrix product of four is saved.
+Under differentiation the gradient of a chunk is formed from the very logits its loss was read from, in the same pass,
+and scaled by the cotangent later. So forward and backward cannot disagree (F3: Marin, #8217, where bf16 logits went
+forward and float32 logits backward), and one matrix product of four is saved.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ class LossParts(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def weighted_loss(
-    h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, "T"], weights: Float[Array, "T"], z_loss_weight: float
+    h: Float[Array, "T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, " T"],
+    weights: Float[Array, " T"],
+    z_loss_weight: float,
 ) -> LossParts:
     """The loss of hidden states against target tokens. Products accumulate in float32. Sum of weights 0 gives 0."""
     scale = _inverse_sum(weights)
@@ -43,7 +48,9 @@ def weighted_loss(
     return _parts(ce.sum() * scale, square.sum() * scale, z_loss_weight)
 
 
-def token_cross_entropy(h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, "T"]) -> Float[Array, "T"]:
+def token_cross_entropy(
+    h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, " T"]
+) -> Float[Array, " T"]:
     """Cross-entropy of each token, nats, by chunks. Weights and z-loss play no part."""
 
     def chunk(inputs):
@@ -66,7 +73,9 @@ def _loss_forward(h, head, targets, weights, z_loss_weight):
         lse = (top + jnp.log(total))[:, 0]
         slope = weights * scale * (1 + 2 * z_loss_weight * lse)  # of lse in the loss
         hot = jnp.arange(logits.shape[1]) == targets[:, None]
-        d_logits = (shifted * (slope[:, None] / total) - jnp.where(hot, (weights * scale)[:, None], 0.0)).astype(h.dtype)
+        d_logits = (shifted * (slope[:, None] / total) - jnp.where(hot, (weights * scale)[:, None], 0.0)).astype(
+            h.dtype
+        )
         dh = jnp.dot(d_logits, head.T, preferred_element_type=jnp.float32).astype(h.dtype)
         d_head = d_head + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
         return d_head, (dh, *_sums(logits, lse, targets, weights))

@@ -1,11 +1,11 @@
 """The parameter tree: names, shapes, initialisation.
 
-One frozen dataclass per level, registered as a pytree; the fields of `Layers` are stacked over layers on a leading L, so that a
-scan runs over them. A component that the config switches off is `None`. The invariant: `shapes(config)` is the one table that
-initialisation, layout and tests read.
+One frozen dataclass per level, registered as a pytree; the fields of `Layers` are stacked over layers on a leading L,
+so that a scan runs over them. A component that the config switches off is `None`. The invariant: `shapes(config)` is
+the one table that initialisation, layout and tests read.
 
-Initialisation: 0.5/sqrt(d) times a standard normal truncated to (-3, 3) for every matrix whatever its fan-in; gains 1; head gates
-and router bias 0; short convolutions the identity (Marin, #8435).
+Initialisation: 0.5/sqrt(d) times a standard normal truncated to (-3, 3) for every matrix whatever its fan-in; gains
+1; head gates and router bias 0; short convolutions the identity (Marin, #8435).
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ def init_params(key: Array, config: ModelConfig) -> Params:
     """Fresh float32 parameters. Each leaf draws from its own key, numbered in the order of the tree."""
     flat, treedef = jax.tree.flatten_with_path(shapes(config), is_leaf=_is_shape)
     scale = config.init_scale / config.width**0.5
-    leaves = [_init_leaf(path[-1].name, shape, jax.random.fold_in(key, index), scale) for index, (path, shape) in enumerate(flat)]
+    leaves = [
+        _init_leaf(path[-1].name, shape, jax.random.fold_in(key, index), scale)
+        for index, (path, shape) in enumerate(flat)
+    ]
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -171,5 +174,3 @@ def _init_leaf(name: str, shape: tuple[int, ...], key: Array, scale: float) -> A
     if name.startswith("sconv"):
         return jnp.zeros(shape, jnp.float32).at[:, 0].set(1.0)
     return scale * jax.random.truncated_normal(key, -3.0, 3.0, shape, jnp.float32)
-
-

@@ -4,8 +4,8 @@ Every layer runs the same code; two booleans per layer (global? rotated?) select
 
     x += SConv(Attention(GN(RMS(x)))) ;  x += SConv(MoE(GN(RMS(x))) + SharedExperts(...))
 
-with x in the compute dtype (Marin, #8435). How a layer reaches other positions (its convolutions and its attention) is handed in as
-a `Reach`, so that decoding with a cache (`decode.py`) runs this same block.
+with x in the compute dtype (Marin, #8435). How a layer reaches other positions (its convolutions and its attention)
+is handed in as a `Reach`, so that decoding with a cache (`decode.py`) runs this same block.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def make_program(config: ModelConfig) -> Program:
     def loss(params: Params, extra: dict[str, Array], batch: Batch) -> tuple[Array, dict[str, Any]]:
         ready = prepare(params, extra, config)
         h, statistics = _states(ready, batch.tokens, batch.segments, config)
-        parts = weighted_loss(_rows(h), head(ready), _targets(batch.tokens), batch.weights.reshape(-1), config.z_loss_weight)
+        parts = weighted_loss(
+            _rows(h), head(ready), _targets(batch.tokens), batch.weights.reshape(-1), config.z_loss_weight
+        )
         metrics = {"cross_entropy": parts.cross_entropy, "z_loss": parts.z_loss, **_metrics(ready, statistics)}
         following = {"pending_beta": statistics.router.beta} if extra else {}
         return parts.total, {"metrics": metrics, "next": following}
@@ -126,7 +128,9 @@ def logits(
 
 
 def token_losses(params: Params, extra: dict[str, Array], batch: Batch, config: ModelConfig) -> Float[Array, "B S"]:
-    """Cross-entropy in nats of predicting tokens[t + 1] at t; the last column, which has no target, is 0. Weights are ignored."""
+    """Cross-entropy in nats of predicting tokens[t + 1] at t; the last column, which has no target, is 0. Weights are
+    ignored.
+    """
     ready = prepare(params, extra, config)
     h, _ = _states(ready, batch.tokens, batch.segments, config)
     losses = token_cross_entropy(_rows(h), head(ready), _targets(batch.tokens)).reshape(batch.tokens.shape)
@@ -203,7 +207,7 @@ def _rows(h: Float[Array, "B S D"]) -> Float[Array, "T D"]:
     return h.reshape(-1, h.shape[-1])
 
 
-def _targets(tokens: Int[Array, "B S"]) -> Int[Array, "T"]:
+def _targets(tokens: Int[Array, "B S"]) -> Int[Array, " T"]:
     """tokens[t + 1] at t; the last position gets token 0, and weight 0 from the batch."""
     return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)
 

@@ -1,4 +1,6 @@
-"""The hero family in float64 NumPy, written from the equations with loops: no code shared with the model, slow on purpose."""
+"""The hero family in float64 NumPy, written from the equations with loops: no code shared with the model, slow on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def heads(x, number, config):
 def attention(a, w, is_global, segments, config):
     """One layer's attention, before its output convolution. `w` has this layer's arrays."""
     width, n, stored = config.head_width, config.num_heads, config.num_kv_heads_local
-    q, k, v = heads(a @ w.wq, n, config), heads(sconv(a @ w.wk, w.sconv_k, segments), stored, config), heads(a @ w.wv, stored, config)
+    q, k, v = (
+        heads(a @ w.wq, n, config),
+        heads(sconv(a @ w.wk, w.sconv_k, segments), stored, config),
+        heads(a @ w.wv, stored, config),
+    )
     if is_global:
         kept, repeats = config.num_kv_heads_global, stored // config.num_kv_heads_global
         k, v = (np.repeat(x[:, :, :kept], repeats, axis=2) for x in (k, v))
@@ -70,7 +76,9 @@ def attention(a, w, is_global, segments, config):
 
 
 def moe(m, w, bias, valid, config):
-    """Routed and shared experts for rows [T, D], the routed ones for valid rows only; also the margins score - threshold."""
+    """Routed and shared experts for rows [T, D], the routed ones for valid rows only; also the margins score -
+    threshold.
+    """
     chosen_number = config.num_experts_per_token
     scores = m @ w.router
     biased = scores + bias
@@ -83,7 +91,8 @@ def moe(m, w, bias, valid, config):
         weights = config.router_combine_sum * weights / (weights.sum() + 1e-9)
         u = rms(m[t] @ w.latent_down, w.latent_norm, config.norm_eps)
         routed = sum(
-            weight * ((silu(u @ w.expert_gate[e]) * (u @ w.expert_up[e])) @ w.expert_down[e]) for weight, e in zip(weights, chosen)
+            weight * ((silu(u @ w.expert_gate[e]) * (u @ w.expert_up[e])) @ w.expert_down[e])
+            for weight, e in zip(weights, chosen)
         )
         out[t] = valid[t] * (routed @ w.latent_up)
         for j in range(config.num_shared_experts):

@@ -23,7 +23,9 @@ class Packed(NamedTuple):
 
 def tiny_config(**changes) -> ModelConfig:
     """Two layers (local, global), 8 heads over 2 local and 1 global kv heads, window shorter than the documents."""
-    return replace(miniature(64, 2, 61), window=9, global_every=4, sequence_length=40, expert_width=24, latent_width=40, **changes)
+    return replace(
+        miniature(64, 2, 61), window=9, global_every=4, sequence_length=40, expert_width=24, latent_width=40, **changes
+    )
 
 
 def shaken_params(config: ModelConfig, seed: int = 0) -> Params:
@@ -31,7 +33,9 @@ def shaken_params(config: ModelConfig, seed: int = 0) -> Params:
     params = init_params(jax.random.key(seed), config)
     leaves, treedef = jax.tree.flatten(params)
     rng = np.random.default_rng(seed)
-    return jax.tree.unflatten(treedef, [leaf + jnp.asarray(0.1 * rng.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves])
+    return jax.tree.unflatten(
+        treedef, [leaf + jnp.asarray(0.1 * rng.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves]
+    )
 
 
 def packed_batch(config: ModelConfig, seed: int = 0, rows: int = 2) -> Packed:
@@ -48,7 +52,9 @@ def packed_batch(config: ModelConfig, seed: int = 0, rows: int = 2) -> Packed:
 
 def shaken_extra(config: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
     rng = np.random.default_rng(seed + 1)
-    return {"pending_beta": jnp.asarray(0.3 * rng.standard_normal((config.num_layers, config.num_experts)), jnp.float32)}
+    return {
+        "pending_beta": jnp.asarray(0.3 * rng.standard_normal((config.num_layers, config.num_experts)), jnp.float32)
+    }
 
 
 @cache

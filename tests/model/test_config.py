@@ -2,7 +2,16 @@ from dataclasses import fields, replace
 
 import pytest
 
-from noonsight.model.config import HERO_LADDER, MAX_HISTOGRAM_BINS, ModelConfig, delphi_layers, hero, hero_kv_heads, hero_ladder, miniature
+from noonsight.model.config import (
+    HERO_LADDER,
+    MAX_HISTOGRAM_BINS,
+    ModelConfig,
+    delphi_layers,
+    hero,
+    hero_kv_heads,
+    hero_ladder,
+    miniature,
+)
 
 
 def test_no_field_has_a_default():
@@ -45,8 +54,26 @@ def test_kv_heads_follow_the_published_table():
 
 
 def test_depth_rules():
-    assert [delphi_layers(width) for width in (512, 768, 1024, 1280, 1536, 2048, 2560, 3840, 5376, 6144)] == [6, 8, 11, 13, 16, 21, 26, 37, 51, 58]
-    assert {width: row[0] for width, row in HERO_LADDER.items() if width > 512} == {768: 8, 1024: 12, 1280: 14, 1536: 16, 2048: 22, 6144: 48}
+    assert [delphi_layers(width) for width in (512, 768, 1024, 1280, 1536, 2048, 2560, 3840, 5376, 6144)] == [
+        6,
+        8,
+        11,
+        13,
+        16,
+        21,
+        26,
+        37,
+        51,
+        58,
+    ]
+    assert {width: row[0] for width, row in HERO_LADDER.items() if width > 512} == {
+        768: 8,
+        1024: 12,
+        1280: 14,
+        1536: 16,
+        2048: 22,
+        6144: 48,
+    }
 
 
 def test_unknown_rung_and_odd_width_are_named():
