@@ -1,8 +1,11 @@
-"""The mathematics: what the model computes, how large it is, and how its arrays are split. Knows nothing of ours but itself.
+"""The mathematics: what the model computes, how large it is, and how its arrays are split.
 
-Files, lowest first: `config` (sizes and families) -> `layout` (splits over the mesh), `params` (the tree, its initialisation) ->
-`elementary` (norms, convolution, rotation, matrix product) -> `attention`, `moe`, `exchange` (expert transports) -> `loss` ->
-`transformer` (forward) -> `decode` (forward with a cache), `program` (the seam to training). `count` stands beside and needs no JAX.
+Knows nothing of ours but itself.
+
+Files, lowest first: `config` (sizes and families) -> `layout` (splits over the mesh), `params` (the tree, its
+initialisation) -> `elementary` (norms, convolution, rotation, matrix product) -> `attention`, `moe`, `exchange`
+(expert transports) -> `loss` -> `transformer` (forward) -> `decode` (forward with a cache), `program` (the seam to
+training). `count` stands beside and needs no JAX.
 
 Shape legend, used in every annotation of this room:
 
@@ -10,7 +13,7 @@ Shape legend, used in every annotation of this room:
     D  width                     L  layers                      N  query heads              K  stored kv heads
     H  head width                E  routed experts              A  experts per token        F  routed expert width
     Z  latent width              J  shared experts              G  shared expert width      M  dense MLP width
-    R  rank of a gated norm      C  channels of a convolution   I  taps of a convolution    P  positions of a decode cache
+    R  rank of a gated norm      C  channels of a convolution   I  taps of a convolution    P  positions in a cache
 
 Matrices act on the right: `x @ w`, a matrix is [inputs, outputs]. Losses and entropies are in nats.
 """

@@ -1,10 +1,12 @@
 """Attention of the hero family: grouped queries, window or whole document, rotated or not, exclusive, gated per head.
 
-A query at t sees the keys [lower(t), t]; the lower bound alone carries document masks and windows, so local and global layers run
-the same code and a scan over layers stays uniform. `attend` never holds more than one block of scores; blocks outside the bounds
-are never computed; its backward pass recomputes the scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022).
+A query at t sees the keys [lower(t), t]; the lower bound alone carries document masks and windows, so local and
+global layers run the same code and a scan over layers stays uniform. `attend` never holds more than one block of
+scores; blocks outside the bounds are never computed; its backward pass recomputes the scores from the saved
+log-sum-exp (FlashAttention, Dao et al. 2022).
 
-Sources: Marin, #8435; exclusive self-attention (XSA) removes from each head's output its component along the token's own value.
+Sources: Marin, #8435; exclusive self-attention (XSA) removes from each head's output its component along the token's
+own value.
 """
 
 from __future__ import annotations
@@ -71,7 +73,11 @@ def _kept_heads(x: Float[Array, "B S K H"], is_global: Bool[Array, ""], config: 
 
 def _place(
     x: Float[Array, "B S n H"],
+<<<<<<< HEAD
     gain: Float[Array, "H"] | None,
+=======
+    gain: Float[Array, " H"] | None,
+>>>>>>> model
     angles: Float[Array, "B S 2 h"],
     rotated: Bool[Array, ""],
     config: ModelConfig,
@@ -84,7 +90,10 @@ def _place(
 def finish(
     y: Float[Array, "B S N H"], v: Float[Array, "B S K H"], a: Float[Array, "B S D"], layer: Layers, config: ModelConfig
 ) -> tuple[Float[Array, "B S D"], Float[Array, ""]]:
-    """From heads to width: exclusion of the own value, head gate, output projection. Second result: mean head gate (1 without)."""
+    """From heads to width: exclusion of the own value, head gate, output projection.
+
+    Second result: mean head gate (1 without).
+    """
     grouped = y.reshape(*y.shape[:2], v.shape[2], -1, config.head_width)
     if config.exclusive_attention:
         wide = v.astype(jnp.float32)[:, :, :, None]
@@ -120,7 +129,7 @@ def _blocked(q: Array, k: Array, v: Array, lower: Array) -> Array:
 
 
 def _blocked_forward(q, k, v, lower):
-    """For each block of queries, one pass over the visible blocks of keys with a running maximum and sum (online softmax)."""
+    """For each block of queries one pass over its visible blocks of keys, with a running maximum and sum."""
     queries, keys, values, bounds = _query_blocks(q, k.shape[2]), _key_blocks(k), _key_blocks(v), _bound_blocks(lower)
 
     def one_block(block):

@@ -1,11 +1,13 @@
-"""What a model is: one frozen `ModelConfig` for the hero family and all its relatives, and the families themselves as data.
+"""What a model is: one frozen `ModelConfig` for the hero family and all its relatives, and the families themselves as
+data.
 
-A config is identity, so no field that changes a result has a default: a family function states every one. There are no
-subclasses; a component is switched off by its size (rank 0, kernel 0, no experts). `FAMILIES` adds to each config the batch and
-the number of steps of its published run, so that `count` can tell its tokens and FLOPs. JAX is not imported here.
+A config is identity, so no field that changes a result has a default: a family function states every one. There are
+no subclasses; a component is switched off by its size (rank 0, kernel 0, no experts). `FAMILIES` adds to each config
+the batch and the number of steps of its published run, so that `count` can tell its tokens and FLOPs. JAX is not
+imported here.
 
-Sources: Marin (marin-community/marin) issue #8435 for the hero run, #6044 Snowball, #4447 MoE V1, #1337 Delphi, and the public
-retrospectives of Marin 8B and 32B. What a source leaves open and we chose is marked "our reading".
+Sources: Marin (marin-community/marin) issue #8435 for the hero run, #6044 Snowball, #4447 MoE V1, #1337 Delphi, and
+the public retrospectives of Marin 8B and 32B. What a source leaves open and we chose is marked "our reading".
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class ModelConfig:
     width: int
     num_layers: int
     sequence_length: int
-    # Attention. Layer i is global when (i + 1) % global_every == 0 or it is the last; without `global_every` all layers are local.
+    # Attention. Layer i is global when (i + 1) % global_every == 0 or it is the last; without `global_every`, never.
     num_heads: int
     num_kv_heads_local: int  # also the number stored in every layer
     num_kv_heads_global: int
@@ -100,7 +102,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A named model with its published run: `num_steps` steps of `batch_size` rows, `tokens` when the steps alone do not tell."""
+    """A named model with its published run: `num_steps` steps of `batch_size` rows, `tokens` when the steps alone do
+    not tell.
+    """
 
     name: str
     config: Callable[[], ModelConfig]
@@ -109,7 +113,7 @@ class Family:
     tokens: int | None = None
 
 
-# (layers, rows per batch, steps) of each width of the hero ladder; None where no run was published (Marin, #8673, #8435).
+# Width -> (layers, rows per batch, steps) of the hero ladder; None where no run was published (Marin, #8435, #8673).
 HERO_LADDER: dict[int, tuple[int, int | None, int | None]] = {
     512: (6, 1_024, 3_930),
     768: (8, 1_024, 11_420),
@@ -175,7 +179,8 @@ def hero_ladder(width: int) -> ModelConfig:
 
 
 def miniature(width: int, num_layers: int, vocab_size: int) -> ModelConfig:
-    """The hero at the size of a laptop: all its components, heads of width 8, 8 experts of which 2 act, 256 tokens of context.
+    """The hero at the size of a laptop: all its components, heads of width 8, 8 experts of which 2 act, 256 tokens of
+    context.
 
     Raises ValueError when `width` is not a multiple of 8.
     """
@@ -201,13 +206,14 @@ def miniature(width: int, num_layers: int, vocab_size: int) -> ModelConfig:
         expert_width=width // 2,
         latent_width=width // 2,
         shared_width=width // 2,
-        compute_dtype="float32",
-        remat="none",
+        compute_dtype="float32",  # remat stays: recomputing a block is faster on a CPU than storing what is inside it
     )
 
 
 def hero_kv_heads(num_heads: int) -> tuple[int, int]:
-    """KV heads (local, global) of the hero family: a quarter and an eighth of the query heads, as whole divisors, at least one."""
+    """KV heads (local, global) of the hero family: a quarter and an eighth of the query heads, as whole divisors, at
+    least one.
+    """
     local = max(k for k in range(1, max(1, num_heads // 4) + 1) if num_heads % k == 0)
     return local, max(k for k in range(1, max(1, num_heads // 8) + 1) if local % k == 0)
 
@@ -255,7 +261,9 @@ def moe_v1() -> ModelConfig:
 
 
 def delphi(width: int) -> ModelConfig:
-    """Delphi, Marin's dense suite (#1337): Qwen3-shaped, full multi-head attention, inner width 4d, depth from width."""
+    """Delphi, Marin's dense suite (#1337): Qwen3-shaped, full multi-head attention, inner width 4d, depth from
+    width.
+    """
     return replace(
         _llama(width=width, num_layers=delphi_layers(width), num_heads=width // 128, num_kv_heads=width // 128),
         dense_width=4 * width,
@@ -277,7 +285,9 @@ def marin_8b() -> ModelConfig:
 
 
 def marin_32b() -> ModelConfig:
-    """Marin 32B after its change at step 80 000, when QK norm was switched on (before: `replace(..., qk_norm="off")`)."""
+    """Marin 32B after its change at step 80 000, when QK norm was switched on (before: `replace(...,
+    qk_norm="off")`).
+    """
     return replace(
         _llama(width=5120, num_layers=64, num_heads=40, num_kv_heads=8),
         dense_width=27_648,
@@ -287,7 +297,9 @@ def marin_32b() -> ModelConfig:
 
 
 def _llama(*, width: int, num_layers: int, num_heads: int, num_kv_heads: int) -> ModelConfig:
-    """A Llama: the hero with every special component switched off; its layers are local ones whose window is the sequence."""
+    """A Llama: the hero with every special component switched off; its layers are local ones whose window is the
+    sequence.
+    """
     return replace(
         hero(),
         width=width,
@@ -354,7 +366,8 @@ def _check_attention(config: ModelConfig) -> None:
     _require(local > 0 and heads % local == 0, f"num_heads {heads} is not a multiple of num_kv_heads_local {local}")
     _require(
         global_ > 0 and local % global_ == 0,
-        f"num_kv_heads_local {local} is not a multiple of num_kv_heads_global {global_}: global layers repeat each kept head",
+        f"num_kv_heads_local {local} is not a multiple of num_kv_heads_global {global_}: "
+        "global layers repeat each kept head",
     )
     _require(
         config.global_every is None or config.global_every > 0,
@@ -363,6 +376,16 @@ def _check_attention(config: ModelConfig) -> None:
     _require(
         0 <= config.rope_fraction <= 1, f"rope_fraction is {config.rope_fraction}; it is a part of the head, 0 to 1"
     )
+<<<<<<< HEAD
+    _require(
+        config.global_every is None or config.global_every > 0,
+        f"global_every is {config.global_every}; use None for no global layer",
+    )
+    _require(
+        0 <= config.rope_fraction <= 1, f"rope_fraction is {config.rope_fraction}; it is a part of the head, 0 to 1"
+    )
+=======
+>>>>>>> model
     rotated = config.head_width * config.rope_fraction
     _require(
         rotated == int(rotated) and int(rotated) % 2 == 0,
@@ -390,7 +413,8 @@ def _check_experts(config: ModelConfig) -> None:
     )
     _require(
         0 < chosen < experts,
-        f"num_experts_per_token is {chosen} of {experts} experts; it must be smaller, the ({chosen} + 1)-th score sets the threshold",
+        f"num_experts_per_token is {chosen} of {experts} experts; it must be smaller, "
+        f"the ({chosen} + 1)-th score sets the threshold",
     )
     _require(config.expert_width > 0, "expert_width is 0; routed experts need an inner width")
     _require(

@@ -1,8 +1,9 @@
 """How large a model is and what it costs, in closed form, from the config alone. JAX is not imported.
 
-Parameters: every array of the tree in `params.py`. Active parameters: Marin's rule, the matrices a token passes outside embedding,
-head and gated norms. FLOPs: two per multiply-add of the matrices, the spans of attention taken in full (no halving for causality),
-three per score for the softmax; convolutions, gates and gated norms are not counted (Marin, #8435). Training costs three forwards.
+Parameters: every array of the tree in `params.py`. Active parameters: Marin's rule, the matrices a token passes
+outside embedding, head and gated norms. FLOPs: two per multiply-add of the matrices, the spans of attention taken in
+full (no halving for causality), three per score for the softmax; convolutions, gates and gated norms are not counted
+(Marin, #8435). Training costs three forwards.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def count(config: ModelConfig) -> Counts:
 def count_family(name: str, *, steps: int | None = None) -> dict[str, Any]:
     """Counts of a family by name with the tokens and FLOPs of its published run, or of `steps` steps of its batch.
 
-    `steps` of the result is None where only the tokens of the run were published. Raises ValueError for an unknown name.
+    `steps` of the result is None where only the tokens of the run were published. Raises ValueError for an unknown
+    name.
     """
     if name not in FAMILIES:
         raise ValueError(f"count: no family named {name!r}; choose one of {', '.join(FAMILIES)}")

@@ -1,13 +1,14 @@
 """Forward with a cache: the block of `transformer.py`, one stretch of tokens at a time.
 
-A cache holds, per layer, keys and values as queries see them (normed, rotated, heads repeated on global layers) and the last
-inputs of the three short convolutions. Each row of the batch is one document that starts at position 0; rows may have different
-lengths. Invariant: the logits equal those of `transformer.logits` on the same row to rounding (1e-5 in float32).
+A cache holds, per layer, keys and values as queries see them (normed, rotated, heads repeated on global layers) and
+the last inputs of the three short convolutions. Each row of the batch is one document that starts at position 0; rows
+may have different lengths. Invariant: the logits equal those of `transformer.logits` on the same row to rounding
+(1e-5 in float32).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +23,26 @@ from noonsight.model.transformer import Reach, Sites, block, embed, head, kinds,
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Cache:
-    """What was seen so far. `taps` are the inputs of the convolutions at the last I - 1 positions (None without convolutions)."""
+class LayerCache:
+    """What one layer remembers.
 
-    lengths: Int[Array, "B"]
-    key: Float[Array, "L B P K H"]
-    value: Float[Array, "L B P K H"]
-    k_taps: Float[Array, "L B i C"] | None
-    attn_taps: Float[Array, "L B i D"] | None
-    moe_taps: Float[Array, "L B i D"] | None
+    `taps` are the inputs of its convolutions at the last I - 1 positions (None without convolutions).
+    """
+
+    key: Float[Array, "*L B P K H"]
+    value: Float[Array, "*L B P K H"]
+    k_taps: Float[Array, "*L B i C"] | None
+    attn_taps: Float[Array, "*L B i D"] | None
+    moe_taps: Float[Array, "*L B i D"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """What was seen so far: positions filled in each row, and every layer's memory, stacked."""
+
+    lengths: Int[Array, " B"]
+    layers: LayerCache
 
 
 def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
@@ -43,14 +55,14 @@ def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
             return None
         return jnp.zeros((config.num_layers, batch, config.sconv_kernel - 1, channels), dtype)
 
-    return Cache(
-        lengths=jnp.zeros(batch, jnp.int32),
+    layers = LayerCache(
         key=jnp.zeros(stored, dtype),
         value=jnp.zeros(stored, dtype),
         k_taps=taps(config.num_kv_heads_local * config.head_width),
         attn_taps=taps(config.width),
         moe_taps=taps(config.width),
     )
+    return Cache(lengths=jnp.zeros(batch, jnp.int32), layers=layers)
 
 
 def prefill(
@@ -58,10 +70,16 @@ def prefill(
     extra: dict[str, Array],
     cache: Cache,
     tokens: Int[Array, "B S"],
+<<<<<<< HEAD
     lengths: Int[Array, "B"],
+=======
+    lengths: Int[Array, " B"],
+>>>>>>> model
     config: ModelConfig,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Append the first `lengths[b]` >= 1 of each row's tokens; logits after each row's last one. The cache must have room for S more.
+    """Append the first `lengths[b]` >= 1 of each row's tokens; logits after each row's last one.
+
+    The cache must have room for S more.
 
     What lies behind a row's length in `tokens` is ignored.
     """
@@ -73,29 +91,35 @@ def prefill(
 
     def one_layer(x, scanned):
         layer, kind, old = scanned
-        window = jnp.where(kind.is_global, config.global_window or cache.key.shape[2], config.window)
+        window = jnp.where(kind.is_global, config.global_window or old.key.shape[1], config.window)
         x, sites, _ = block(x, layer, kind, _reach(old, positions, window), angles, valid, config)
-        return x, _advance(old, sites, lengths)
+        return x, _advance(old, sites, cache.lengths, lengths)
 
+<<<<<<< HEAD
     per_layer = (
         ready.layers,
         kinds(config),
         replace(cache, lengths=jnp.broadcast_to(cache.lengths, (config.num_layers, len(tokens)))),
     )
     x, new = jax.lax.scan(one_layer, embed(ready, tokens, config), per_layer)
+=======
+    x, layers = jax.lax.scan(one_layer, embed(ready, tokens, config), (ready.layers, kinds(config), cache.layers))
+>>>>>>> model
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     h = gated_norm(last, ready.final_norm, ready.final_gate, config.norm_eps)
-    return jnp.dot(h, head(ready), preferred_element_type=jnp.float32), replace(new, lengths=new.lengths[0])
+    return jnp.dot(h, head(ready), preferred_element_type=jnp.float32), Cache(
+        lengths=cache.lengths + lengths, layers=layers
+    )
 
 
 def decode_step(
-    params: Params, extra: dict[str, Array], cache: Cache, tokens: Int[Array, "B"], config: ModelConfig
+    params: Params, extra: dict[str, Array], cache: Cache, tokens: Int[Array, " B"], config: ModelConfig
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Append one token to each row; logits for the next."""
     return prefill(params, extra, cache, tokens[:, None], jnp.ones_like(tokens), config)
 
 
-def _reach(old: Cache, positions: Int[Array, "B S"], window: Int[Array, ""]) -> Reach:
+def _reach(old: LayerCache, positions: Int[Array, "B S"], window: Int[Array, ""]) -> Reach:
     """Convolutions that begin with the remembered inputs, attention over the cache with the new keys written in."""
     taps_of = {"k": old.k_taps, "attn": old.attn_taps, "moe": old.moe_taps}
 
@@ -107,7 +131,7 @@ def _reach(old: Cache, positions: Int[Array, "B S"], window: Int[Array, ""]) -> 
         return sum(whole[:, reach - lag : reach - lag + length] * taps[lag].astype(x.dtype) for lag in range(reach + 1))
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        keys, values = _write(old.key, k, old.lengths), _write(old.value, v, old.lengths)
+        keys, values = _write(old.key, k, positions[:, 0]), _write(old.value, v, positions[:, 0])
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
         scores = jnp.einsum("bqkgh,bpkh->bkgqp", grouped, keys, preferred_element_type=jnp.float32)
         slots = jnp.arange(keys.shape[1])
@@ -118,8 +142,8 @@ def _reach(old: Cache, positions: Int[Array, "B S"], window: Int[Array, ""]) -> 
     return Reach(convolve, attend)
 
 
-def _advance(old: Cache, sites: Sites, lengths: Int[Array, "B"]) -> Cache:
-    """The cache of one layer after `lengths` of the new inputs."""
+def _advance(old: LayerCache, sites: Sites, start: Int[Array, " B"], lengths: Int[Array, " B"]) -> LayerCache:
+    """The memory of one layer after `lengths` of the new inputs, the first of which stood at `start`."""
 
     def latest(taps: Array | None, x: Array) -> Array | None:
         if taps is None:
@@ -128,10 +152,9 @@ def _advance(old: Cache, sites: Sites, lengths: Int[Array, "B"]) -> Cache:
         index = lengths[:, None] + jnp.arange(taps.shape[1])
         return jnp.take_along_axis(whole, index[..., None], axis=1)
 
-    return Cache(
-        lengths=old.lengths + lengths,
-        key=_write(old.key, sites.key, old.lengths),
-        value=_write(old.value, sites.value, old.lengths),
+    return LayerCache(
+        key=_write(old.key, sites.key, start),
+        value=_write(old.value, sites.value, start),
         k_taps=latest(old.k_taps, sites.k),
         attn_taps=latest(old.attn_taps, sites.attn),
         moe_taps=latest(old.moe_taps, sites.moe),
@@ -139,7 +162,17 @@ def _advance(old: Cache, sites: Sites, lengths: Int[Array, "B"]) -> Cache:
 
 
 def _write(
+<<<<<<< HEAD
     stored: Float[Array, "B P K H"], new: Float[Array, "B S K H"], lengths: Int[Array, "B"]
 ) -> Float[Array, "B P K H"]:
     """`new` at each row's own length. Slots behind the row's final length are overwritten by the next call before they are seen."""
     return jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at, 0, 0)))(stored, new, lengths)
+=======
+    stored: Float[Array, "B P K H"], new: Float[Array, "B S K H"], start: Int[Array, " B"]
+) -> Float[Array, "B P K H"]:
+    """`new` from each row's own start.
+
+    Slots behind the row's final length are overwritten by the next call before they are seen.
+    """
+    return jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at, 0, 0)))(stored, new, start)
+>>>>>>> model

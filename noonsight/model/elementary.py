@@ -1,7 +1,7 @@
 """The small pieces every layer is made of: matrix product, RMS norm, gated norm, short convolution, rotation, SwiGLU.
 
-Reductions (means of squares, accumulations of products) are float32 whatever the compute dtype; results return to the dtype of
-the input. Sources: Marin, #8435; RoFormer (Su et al. 2021) for the rotation.
+Reductions (means of squares, accumulations of products) are float32 whatever the compute dtype; results return to the
+dtype of the input. Sources: Marin, #8435; RoFormer (Su et al. 2021) for the rotation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ NO_DOCUMENT = -2  # a segment number that no token has; padding has -1
 def matmul(x: Float[Array, "*b m"], w: Float[Array, "m n"]) -> Float[Array, "*b n"]:
     """x @ w with float32 accumulation, rounded once to the dtype of x.
 
-    The derivative is written out: JAX's own would multiply a float32 cotangent with a bfloat16 matrix, which no unit is fast at.
+    The derivative is written out: JAX's own would multiply a float32 cotangent with a bfloat16 matrix, which no unit
+    is fast at.
     """
     return _product(x, w).astype(x.dtype)
 
@@ -45,14 +46,16 @@ def _product(x: Array, w: Array) -> Array:
     return jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def rms_norm(x: Float[Array, "*b D"], gain: Float[Array, "D"] | None, eps: float) -> Float[Array, "*b D"]:
+def rms_norm(x: Float[Array, "*b D"], gain: Float[Array, " D"] | None, eps: float) -> Float[Array, "*b D"]:
     """x / sqrt(mean(x^2) + eps) * gain, in float32 up to and including the gain."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (normed if gain is None else normed * gain).astype(x.dtype)
 
 
-def gated_norm(x: Float[Array, "*b D"], gain: Float[Array, "D"], gate: Gate | None, eps: float) -> Float[Array, "*b D"]:
+def gated_norm(
+    x: Float[Array, "*b D"], gain: Float[Array, " D"], gate: Gate | None, eps: float
+) -> Float[Array, "*b D"]:
     """RMS norm, then each channel scaled by a learned gate of the normed row: y * sigmoid(silu(y W_down) W_up)."""
     y = rms_norm(x, gain, eps)
     if gate is None:
@@ -63,7 +66,9 @@ def gated_norm(x: Float[Array, "*b D"], gain: Float[Array, "D"], gate: Gate | No
 def short_convolution(
     x: Float[Array, "B S C"], taps: Float[Array, "I C"], segments: Int[Array, "B S"]
 ) -> Float[Array, "B S C"]:
-    """Depthwise causal convolution inside documents: out[t] = sum_j taps[j] * x[t - j] where t - j is in the document of t."""
+    """Depthwise causal convolution inside documents: out[t] = sum_j taps[j] * x[t - j] where t - j is in the document
+    of t.
+    """
     out = x * taps[0].astype(x.dtype)
     for lag in range(1, taps.shape[0]):
         same = _delay(segments, lag, fill=NO_DOCUMENT) == segments

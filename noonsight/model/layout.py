@@ -1,8 +1,9 @@
 """How arrays are split over the mesh: one table, in the notation of the scaling book, read by whoever places an array.
 
-`w[D_fsdp, F]` means: dim D of w is split over the mesh axes `fsdp` = (data, expert). Mesh axes: `replica` (racks; pure data
-parallel), `data`, `expert` (inside a rack), `model` (tensor parallel), `context` (long sequences). A single device is the mesh of
-all ones. Source of the assignment: Marin, #8435 (FSDP for dense matrices, experts split over `expert`, small arrays replicated).
+`w[D_fsdp, F]` means: dim D of w is split over the mesh axes `fsdp` = (data, expert). Mesh axes: `replica` (racks;
+pure data parallel), `data`, `expert` (inside a rack), `model` (tensor parallel), `context` (long sequences). A single
+device is the mesh of all ones. Source of the assignment: Marin, #8435 (FSDP for dense matrices, experts split over
+`expert`, small arrays replicated).
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ SPECS: dict[str, PartitionSpec] = {
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh with the axes of `AXES`, absent ones of size 1. Raises ValueError for an unknown axis or a wrong number of devices."""
+    """A mesh with the axes of `AXES`, absent ones of size 1. Raises ValueError for an unknown axis or a wrong number
+    of devices.
+    """
     if unknown := set(sizes) - set(AXES):
         raise ValueError(f"make_mesh: no mesh axis {sorted(unknown)}; the axes are {', '.join(AXES)}")
     shape = [sizes.get(axis, 1) for axis in AXES]

@@ -1,10 +1,11 @@
-"""Cross-entropy with z-loss over chunks of tokens: the logits of a chunk exist once, and never those of the whole batch.
+"""Cross-entropy with z-loss over chunks of tokens: the logits of a chunk exist once, and never those of the whole
+batch.
 
     loss = sum_t w_t (ce_t + z lse_t^2) / sum_t w_t
 
-Under differentiation the gradient of a chunk is formed from the very logits its loss was read from, in the same pass, and scaled by
-the cotangent later. So forward and backward cannot disagree (F3: Marin, #8217, where bf16 logits went forward and float32
-logits backward), and one matrix product of four is saved.
+Under differentiation the gradient of a chunk is formed from the very logits its loss was read from, in the same pass,
+and scaled by the cotangent later. So forward and backward cannot disagree (F3: Marin, #8217, where bf16 logits went
+forward and float32 logits backward), and one matrix product of four is saved.
 """
 
 from __future__ import annotations
@@ -31,8 +32,13 @@ class LossParts(NamedTuple):
 def weighted_loss(
     h: Float[Array, "T D"],
     head: Float[Array, "D V"],
+<<<<<<< HEAD
     targets: Int[Array, "T"],
     weights: Float[Array, "T"],
+=======
+    targets: Int[Array, " T"],
+    weights: Float[Array, " T"],
+>>>>>>> model
     z_loss_weight: float,
 ) -> LossParts:
     """The loss of hidden states against target tokens. Products accumulate in float32. Sum of weights 0 gives 0."""
@@ -48,8 +54,13 @@ def weighted_loss(
 
 
 def token_cross_entropy(
+<<<<<<< HEAD
     h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, "T"]
 ) -> Float[Array, "T"]:
+=======
+    h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, " T"]
+) -> Float[Array, " T"]:
+>>>>>>> model
     """Cross-entropy of each token, nats, by chunks. Weights and z-loss play no part."""
 
     def chunk(inputs):

@@ -1,11 +1,12 @@
 """Routed experts in a latent space, shared experts beside them, and quantile balancing of the load.
 
-A token takes the A experts with the highest biased scores and weighs them by the logistic of the unbiased ones, scaled to a fixed
-sum. There is no auxiliary loss: the bias of each expert is set once per step so that, on the batch before, exactly A / E of the
-tokens would have chosen it. Routed experts read and write a narrow latent space; shared experts see the full width.
+A token takes the A experts with the highest biased scores and weighs them by the logistic of the unbiased ones,
+scaled to a fixed sum. There is no auxiliary loss: the bias of each expert is set once per step so that, on the batch
+before, exactly A / E of the tokens would have chosen it. Routed experts read and write a narrow latent space; shared
+experts see the full width.
 
-Invariant: beta_e is the upper (A / E)-quantile over valid tokens of score[t, e] - threshold[t], where threshold is the (A + 1)-th
-biased score; the bias is -beta, centred (Marin, #8435, "quantile balancing").
+Invariant: beta_e is the upper (A / E)-quantile over valid tokens of score[t, e] - threshold[t], where threshold is
+the (A + 1)-th biased score; the bias is -beta, centred (Marin, #8435, "quantile balancing").
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from noonsight.model.params import Layers
 
 
 class Routing(NamedTuple):
-    """Which experts each token takes. `scores` are the unbiased router logits, float32; no gradient through `threshold`."""
+    """Which experts each token takes.
+
+    `scores` are the unbiased router logits, float32; no gradient through `threshold`.
+    """
 
     chosen: Int[Array, "T A"]
     weights: Float[Array, "T A"]
     scores: Float[Array, "T E"]
-    threshold: Float[Array, "T"]
+    threshold: Float[Array, " T"]
 
 
 class RouterStatistics(NamedTuple):
     """What one layer's router did with the valid tokens of this batch. None of it carries a gradient."""
 
-    beta: Float[Array, "E"]  # the next step's pending quantile
+    beta: Float[Array, " E"]  # the next step's pending quantile
     entropy: Float[Array, ""]  # of softmax(scores), mean over tokens, nats
     load_max_over_mean: Float[Array, ""]
     drop_rate: Float[Array, ""]
@@ -45,8 +49,13 @@ def effective_bias(pending_beta: Float[Array, "*L E"]) -> Float[Array, "*L E"]:
     return -pending_beta - jnp.mean(-pending_beta, axis=-1, keepdims=True)
 
 
-def route(m: Float[Array, "T D"], router: Float[Array, "D E"], bias: Float[Array, "E"], config: ModelConfig) -> Routing:
-    """Choose and weigh experts. Scores leave the matrix product in float32: rounded ones change a few choices in a hundred."""
+def route(
+    m: Float[Array, "T D"], router: Float[Array, "D E"], bias: Float[Array, " E"], config: ModelConfig
+) -> Routing:
+    """Choose and weigh experts.
+
+    Scores leave the matrix product in float32: rounded ones change a few choices in a hundred.
+    """
     scores = jnp.dot(m, router, preferred_element_type=jnp.float32)
     top, index = jax.lax.top_k(jax.lax.stop_gradient(scores + bias), config.num_experts_per_token + 1)
     chosen = index[:, :-1]
@@ -71,18 +80,26 @@ def moe(
     )
     if layer.latent_up is not None:
         y = matmul(y, layer.latent_up)
-    for j in range(config.num_shared_experts):
-        y = y + swiglu(rows, layer.shared_gate[j], layer.shared_up[j], layer.shared_down[j])
+    if config.num_shared_experts:
+        y = y + _shared_experts(rows, layer)
     return y.reshape(m.shape), _statistics(routing, live, drops, config)
 
 
-def histogram_beta(
-    margins: Float[Array, "T E"], valid: Bool[Array, "T"], rank: Float[Array, ""], bins: int
-) -> Float[Array, "E"]:
-    """Each expert's margin of upper rank `rank`, read from a histogram of `bins` equal bins between the extremes of the layer.
+def _shared_experts(rows: Float[Array, "T D"], layer: Layers) -> Float[Array, "T D"]:
+    """The sum of J SwiGLU blocks, computed as one block of inner width J * G. (The optimiser sees J separate
+    matrices.)
+    """
+    gate, up = (jnp.moveaxis(w, 0, 1).reshape(rows.shape[1], -1) for w in (layer.shared_gate, layer.shared_up))
+    return swiglu(rows, gate, up, layer.shared_down.reshape(-1, rows.shape[1]))
 
-    The bin is found by halving: the largest b with at least `rank` margins in bins >= b. That reads the histogram without
-    building it, gives the same bin, and sums over devices as well (one count per expert and halving).
+
+def histogram_beta(
+    margins: Float[Array, "T E"], valid: Bool[Array, " T"], rank: Float[Array, ""], bins: int
+) -> Float[Array, " E"]:
+    """Each expert's margin of upper rank `rank`, from a histogram of `bins` equal bins between the layer's extremes.
+
+    The bin is found by halving: the largest b with at least `rank` margins in bins >= b. That reads the histogram
+    without building it, gives the same bin, and sums over devices as well (one count per expert and halving).
     """
     live = valid[:, None]
     low = jnp.min(jnp.where(live, margins, jnp.inf))
@@ -102,14 +119,14 @@ def histogram_beta(
     return low + found * width + width * (above - rank) / jnp.maximum(inside, 1)
 
 
-def topk_beta(margins: Float[Array, "T E"], valid: Bool[Array, "T"], rank: Float[Array, ""]) -> Float[Array, "E"]:
+def topk_beta(margins: Float[Array, "T E"], valid: Bool[Array, " T"], rank: Float[Array, ""]) -> Float[Array, " E"]:
     """Each expert's margin of upper rank max(1, floor(rank)), exactly: the estimator of small runs."""
     ordered = -jnp.sort(jnp.where(valid[:, None], -margins, jnp.inf), axis=0)
     return ordered[jnp.maximum(1, jnp.floor(rank).astype(jnp.int32)) - 1]
 
 
 def _statistics(
-    routing: Routing, valid: Bool[Array, "T"], drops: Int[Array, ""], config: ModelConfig
+    routing: Routing, valid: Bool[Array, " T"], drops: Int[Array, ""], config: ModelConfig
 ) -> RouterStatistics:
     scores, threshold = jax.lax.stop_gradient((routing.scores, routing.threshold))
     num_valid = jnp.maximum(valid.sum(), 1)  # int32 within one device's batch; run totals are kept by the host (F11)

@@ -1,11 +1,11 @@
 """The parameter tree: names, shapes, initialisation.
 
-One frozen dataclass per level, registered as a pytree; the fields of `Layers` are stacked over layers on a leading L, so that a
-scan runs over them. A component that the config switches off is `None`. The invariant: `shapes(config)` is the one table that
-initialisation, layout and tests read.
+One frozen dataclass per level, registered as a pytree; the fields of `Layers` are stacked over layers on a leading L,
+so that a scan runs over them. A component that the config switches off is `None`. The invariant: `shapes(config)` is
+the one table that initialisation, layout and tests read.
 
-Initialisation: 0.5/sqrt(d) times a standard normal truncated to (-3, 3) for every matrix whatever its fan-in; gains 1; head gates
-and router bias 0; short convolutions the identity (Marin, #8435).
+Initialisation: 0.5/sqrt(d) times a standard normal truncated to (-3, 3) for every matrix whatever its fan-in; gains
+1; head gates and router bias 0; short convolutions the identity (Marin, #8435).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The seam between a model and its training: three pure functions. `model` makes one, `train` runs it, neither knows more."""
+"""The seam between a model and its training: three pure functions.
+
+`model` makes one, `train` runs it, neither knows more.
+"""
 
 from __future__ import annotations
 

@@ -4,15 +4,15 @@ Every layer runs the same code; two booleans per layer (global? rotated?) select
 
     x += SConv(Attention(GN(RMS(x)))) ;  x += SConv(MoE(GN(RMS(x))) + SharedExperts(...))
 
-with x in the compute dtype (Marin, #8435). How a layer reaches other positions (its convolutions and its attention) is handed in as
-a `Reach`, so that decoding with a cache (`decode.py`) runs this same block.
+with x in the compute dtype (Marin, #8435). How a layer reaches other positions (its convolutions and its attention)
+is handed in as a `Reach`, so that decoding with a cache (`decode.py`) runs this same block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from noonsight.model.params import Layers, Params, init_params, is_precise
 from noonsight.model.program import Program
 
 
+@runtime_checkable
 class Batch(Protocol):
     """What the model reads of a batch; `tokens.batches.Batch` is one."""
 
@@ -127,7 +128,9 @@ def logits(
 
 
 def token_losses(params: Params, extra: dict[str, Array], batch: Batch, config: ModelConfig) -> Float[Array, "B S"]:
-    """Cross-entropy in nats of predicting tokens[t + 1] at t; the last column, which has no target, is 0. Weights are ignored."""
+    """Cross-entropy in nats of predicting tokens[t + 1] at t; the last column, which has no target, is 0. Weights are
+    ignored.
+    """
     ready = prepare(params, extra, config)
     h, _ = _states(ready, batch.tokens, batch.segments, config)
     losses = token_cross_entropy(_rows(h), head(ready), _targets(batch.tokens)).reshape(batch.tokens.shape)
@@ -204,7 +207,7 @@ def _rows(h: Float[Array, "B S D"]) -> Float[Array, "T D"]:
     return h.reshape(-1, h.shape[-1])
 
 
-def _targets(tokens: Int[Array, "B S"]) -> Int[Array, "T"]:
+def _targets(tokens: Int[Array, "B S"]) -> Int[Array, " T"]:
     """tokens[t + 1] at t; the last position gets token 0, and weight 0 from the batch."""
     return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)
 

@@ -1,8 +1,9 @@
 """Exchanges within one device, which drop nothing: `sorted_blocks` to compute with, `einsum` to check against.
 
-`sorted_blocks` orders the assignments by expert and gives each expert whole blocks of rows, so that every block is one plain
-matrix product; the work is that of the chosen experts plus at most one partly filled block per expert. `einsum` runs every expert
-on every row and weighs the unchosen with 0: E / A times the work, no index arithmetic, hence the oracle.
+`sorted_blocks` orders the assignments by expert and gives each expert whole blocks of rows, so that every block is
+one plain matrix product; the work is that of the chosen experts plus at most one partly filled block per expert.
+`einsum` runs every expert on every row and weighs the unchosen with 0: E / A times the work, no index arithmetic,
+hence the oracle.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def sorted_blocks(
     x: Float[Array, "T Z"],
     chosen: Int[Array, "T A"],
     weights: Float[Array, "T A"],
-    valid: Bool[Array, "T"],
+    valid: Bool[Array, " T"],
     gate: Float[Array, "E Z F"],
     up: Float[Array, "E Z F"],
     down: Float[Array, "E F Z"],
@@ -44,12 +45,15 @@ def einsum(
     x: Float[Array, "T Z"],
     chosen: Int[Array, "T A"],
     weights: Float[Array, "T A"],
-    valid: Bool[Array, "T"],
+    valid: Bool[Array, " T"],
     gate: Float[Array, "E Z F"],
     up: Float[Array, "E Z F"],
     down: Float[Array, "E F Z"],
 ) -> tuple[Float[Array, "T Z"], Int[Array, ""]]:
-    """The contract of the package by running all experts on all rows: O(T E) work, for tests and tiny models. `drops` is 0."""
+    """The contract of the package by running all experts on all rows: O(T E) work, for tests and tiny models.
+
+    `drops` is 0.
+    """
     sent = weights.astype(jnp.float32) * valid[:, None]
     share = jnp.sum(jax.nn.one_hot(chosen, gate.shape[0]) * sent[..., None], axis=1)
     hidden = jax.nn.silu(_dot("tz,ezf->tef", x, gate).astype(x.dtype)) * _dot("tz,ezf->tef", x, up).astype(x.dtype)
@@ -59,12 +63,12 @@ def einsum(
 class _Plan(NamedTuple):
     """Where each assignment (token * A + choice) sits in the blocks, and what each slot of the blocks holds."""
 
-    expert: Int[Array, "n"]  # expert of each block
-    source: Int[Array, "s"]  # assignment in each slot; T * A where the slot is empty
-    slot: Int[Array, "a"]  # slot of each assignment; n * BLOCK where it is not sent
+    expert: Int[Array, " n"]  # expert of each block
+    source: Int[Array, " s"]  # assignment in each slot; T * A where the slot is empty
+    slot: Int[Array, " a"]  # slot of each assignment; n * BLOCK where it is not sent
 
 
-def _plan(chosen: Int[Array, "T A"], valid: Bool[Array, "T"], num_experts: int) -> _Plan:
+def _plan(chosen: Int[Array, "T A"], valid: Bool[Array, " T"], num_experts: int) -> _Plan:
     """Stable order by expert; assignments of invalid rows sort behind all experts and get no slot."""
     num_assignments = chosen.size
     num_blocks = -(-num_assignments // BLOCK) + num_experts
@@ -118,6 +122,6 @@ def _gather_back_backward(num_tokens, per_token, plan, cotangent):
 _gather_back.defvjp(_gather_back_forward, _gather_back_backward)
 
 
-def _take(rows: Float[Array, "r Z"], index: Int[Array, "i"]) -> Float[Array, "i Z"]:
+def _take(rows: Float[Array, "r Z"], index: Int[Array, " i"]) -> Float[Array, "i Z"]:
     """rows[index], and 0 where the index is past the end."""
     return rows.at[index].get(mode="fill", fill_value=0)
