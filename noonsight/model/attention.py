@@ -73,11 +73,7 @@ def _kept_heads(x: Float[Array, "B S K H"], is_global: Bool[Array, ""], config: 
 
 def _place(
     x: Float[Array, "B S n H"],
-<<<<<<< HEAD
-    gain: Float[Array, "H"] | None,
-=======
     gain: Float[Array, " H"] | None,
->>>>>>> model
     angles: Float[Array, "B S 2 h"],
     rotated: Bool[Array, ""],
     config: ModelConfig,

@@ -376,16 +376,6 @@ def _check_attention(config: ModelConfig) -> None:
     _require(
         0 <= config.rope_fraction <= 1, f"rope_fraction is {config.rope_fraction}; it is a part of the head, 0 to 1"
     )
-<<<<<<< HEAD
-    _require(
-        config.global_every is None or config.global_every > 0,
-        f"global_every is {config.global_every}; use None for no global layer",
-    )
-    _require(
-        0 <= config.rope_fraction <= 1, f"rope_fraction is {config.rope_fraction}; it is a part of the head, 0 to 1"
-    )
-=======
->>>>>>> model
     rotated = config.head_width * config.rope_fraction
     _require(
         rotated == int(rotated) and int(rotated) % 2 == 0,

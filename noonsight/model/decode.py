@@ -70,11 +70,7 @@ def prefill(
     extra: dict[str, Array],
     cache: Cache,
     tokens: Int[Array, "B S"],
-<<<<<<< HEAD
-    lengths: Int[Array, "B"],
-=======
     lengths: Int[Array, " B"],
->>>>>>> model
     config: ModelConfig,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Append the first `lengths[b]` >= 1 of each row's tokens; logits after each row's last one.
@@ -95,16 +91,7 @@ def prefill(
         x, sites, _ = block(x, layer, kind, _reach(old, positions, window), angles, valid, config)
         return x, _advance(old, sites, cache.lengths, lengths)
 
-<<<<<<< HEAD
-    per_layer = (
-        ready.layers,
-        kinds(config),
-        replace(cache, lengths=jnp.broadcast_to(cache.lengths, (config.num_layers, len(tokens)))),
-    )
-    x, new = jax.lax.scan(one_layer, embed(ready, tokens, config), per_layer)
-=======
     x, layers = jax.lax.scan(one_layer, embed(ready, tokens, config), (ready.layers, kinds(config), cache.layers))
->>>>>>> model
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     h = gated_norm(last, ready.final_norm, ready.final_gate, config.norm_eps)
     return jnp.dot(h, head(ready), preferred_element_type=jnp.float32), Cache(
@@ -162,12 +149,6 @@ def _advance(old: LayerCache, sites: Sites, start: Int[Array, " B"], lengths: In
 
 
 def _write(
-<<<<<<< HEAD
-    stored: Float[Array, "B P K H"], new: Float[Array, "B S K H"], lengths: Int[Array, "B"]
-) -> Float[Array, "B P K H"]:
-    """`new` at each row's own length. Slots behind the row's final length are overwritten by the next call before they are seen."""
-    return jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at, 0, 0)))(stored, new, lengths)
-=======
     stored: Float[Array, "B P K H"], new: Float[Array, "B S K H"], start: Int[Array, " B"]
 ) -> Float[Array, "B P K H"]:
     """`new` from each row's own start.
@@ -175,4 +156,3 @@ def _write(
     Slots behind the row's final length are overwritten by the next call before they are seen.
     """
     return jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at, 0, 0)))(stored, new, start)
->>>>>>> model

@@ -32,13 +32,8 @@ class LossParts(NamedTuple):
 def weighted_loss(
     h: Float[Array, "T D"],
     head: Float[Array, "D V"],
-<<<<<<< HEAD
-    targets: Int[Array, "T"],
-    weights: Float[Array, "T"],
-=======
     targets: Int[Array, " T"],
     weights: Float[Array, " T"],
->>>>>>> model
     z_loss_weight: float,
 ) -> LossParts:
     """The loss of hidden states against target tokens. Products accumulate in float32. Sum of weights 0 gives 0."""
@@ -54,13 +49,8 @@ def weighted_loss(
 
 
 def token_cross_entropy(
-<<<<<<< HEAD
-    h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, "T"]
-) -> Float[Array, "T"]:
-=======
     h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, " T"]
 ) -> Float[Array, " T"]:
->>>>>>> model
     """Cross-entropy of each token, nats, by chunks. Weights and z-loss play no part."""
 
     def chunk(inputs):
