@@ -138,6 +138,7 @@ def token_losses(params: Params, extra: dict[str, Array], batch: Batch, config: 
 
 
 def head(params: Params) -> Float[Array, "D V"]:
+    """The output projection; the embedding's transpose where the two are tied."""
     return params.embed.T if params.head is None else params.head
 
 

@@ -55,6 +55,8 @@ class ForecastConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRung:
+    """A rung that has run: what the forecast reads of it. `value` is in the unit of the metric."""
+
     name: str
     folder: Path
     run: Run
@@ -73,7 +75,7 @@ def forecast(config: ForecastConfig, inputs: Mapping[str, Path], out: Path) -> A
     rungs = read_rungs(config, inputs)
     calibration = load_calibration()
     target = _target(config)
-    posterior = infer_enough(_points(rungs), target, config.prior, calibration.drift)
+    posterior = infer_enough(_points(rungs), target, _prior(config, rungs), calibration.drift)
     prediction = register.freeze(_prediction(config, rungs, posterior, calibration, out))
     _write_table(out, "rungs", _rung_table(config, rungs))
     _write_table(out, "forecast", _forecast_table(prediction))
@@ -154,7 +156,7 @@ def predict_curve(
     curves = [read.metrics(rung.folder).get(config.curve_metric) for rung in rungs]
     if any(curve is None or len(curve.steps) < 2 for curve in curves):
         return []
-    prior = replace(config.prior, num_draws=min(2048, config.prior.num_draws))
+    prior = replace(_prior(config, rungs), num_draws=min(2048, config.prior.num_draws))
     shortest = min(max(curve.steps) for curve in curves)
     band = []
     for twentieth in range(1, 21):
@@ -177,6 +179,14 @@ def _average(curve, start: float, end: float) -> float:
     progress = (steps - steps.min() + 0.5) / (steps.max() - steps.min() + 1)
     inside = (progress > start) & (progress <= end)
     return float(values[inside].mean()) if inside.any() else float("nan")
+
+
+def _prior(config: ForecastConfig, rungs: list[FinishedRung]) -> Prior:
+    """The config's prior, with the share of the largest rung's loss that may be floor cut at `floor_at_most`."""
+    if config.floor_at_most is None:
+        return config.prior
+    low, high = config.prior.floor_share
+    return replace(config.prior, floor_share=(low, max(low, min(high, config.floor_at_most / rungs[-1].value))))
 
 
 def _points(rungs: list[FinishedRung], *, losses=None, progress: float = 1.0) -> Points:

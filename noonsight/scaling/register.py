@@ -137,6 +137,7 @@ def interval(components: Components, probability: float = 0.90) -> tuple[float, 
 
 
 def median(components: Components) -> float:
+    """The value below which half of the mixture lies."""
     return quantile(components, 0.5)
 
 

@@ -265,6 +265,8 @@ class NoonsightDecoderLayer(nn.Module):
 
 
 class NoonsightMoePreTrainedModel(PreTrainedModel):
+    """What all classes of this family tell transformers about themselves."""
+
     config_class = NoonsightMoeConfig
     base_model_prefix = "model"
     _no_split_modules = ("NoonsightDecoderLayer",)

@@ -134,10 +134,11 @@ def health_table(events: Sequence[Event], speaking: frozenset[str]) -> dict[str,
             }
         )
         state = "red" if rule.name in speaking else "amber" if steps else "green"
-        rows.append([rule.name, state, rule.text, len(steps), steps[0] if steps else None])
+        found = f"{len(steps)} times, first at step {steps[0]}" if steps else "never"
+        rows.append([rule.name, rule.text, state, found])
     return {
         "title": "Sentinels",
-        "columns": ["rule", "state", "what must hold", "times", "first step"],
+        "columns": ["name", "rule", "state", "value"],
         "rows": rows,
         "text": "Checked after every step. Green: never broken. Amber: broken for a while. Red: broken at the end.",
     }

@@ -264,7 +264,7 @@ def _facts(address: str, steps: int) -> dict[str, Any]:
         count, result = RUNGS[address]
         return {
             "tokens": count * TOKENS_PER_STEP,
-            "steps": count,
+            "num_steps": count,
             "bits_per_byte": result,
             "seconds": STAGES[address][1],
         }
@@ -276,13 +276,13 @@ def _facts(address: str, steps: int) -> dict[str, Any]:
         "store@1": {"tokens": 1_640_000},
         "target@1": {
             "tokens": steps * TOKENS_PER_STEP,
-            "steps": steps,
+            "num_steps": steps,
             "tokens_per_s": 6888.0,
             "seconds": 200.4,
             "bits_per_byte": 2.031,
             "resumed_bit_identical": True,
-            "parameters": 1_204_000,
-            "flops": 6.7e12,
+            "active_parameters": 1_204_000,
+            "train_flops": 6.7e12,
         },
         "evaluate@1": {
             "bits_per_byte": 2.031,

@@ -88,8 +88,8 @@ def _figures(folder: Folder) -> list[tuple[str, str]]:
         ("steps", story.number(steps) if steps else None),
         ("tokens", story.compact(facts["tokens"]) if facts.get("tokens") else None),
         ("tokens per second", story.number(float(facts["tokens_per_s"]), 4) if facts.get("tokens_per_s") else None),
-        ("parameters", story.compact(facts["parameters"]) if facts.get("parameters") else None),
-        ("FLOPs", story.compact(facts["flops"]) if facts.get("flops") else None),
+        ("active parameters", story.compact(facts["active_parameters"]) if facts.get("active_parameters") else None),
+        ("FLOPs", story.compact(facts["train_flops"]) if facts.get("train_flops") else None),
         ("time", story.duration(facts.get("seconds") or (folder.run.seconds if folder.run else None))),
     ]
     return [(name, text) for name, text in wanted if text]
