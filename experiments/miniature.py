@@ -1,6 +1,6 @@
 """The whole voyage in miniature: real text, a ladder, a frozen prediction, a run that is killed once, a verdict, an export.
 
-Question   Can four small runs of the hero recipe predict a run of eight times the compute of the largest?
+Question   Can six small runs of the hero recipe predict a run of eight times the compute of the largest?
 Expected   Bits per byte inside the 90 % interval that was frozen before the run; the interval no wider than 10 % of its median.
 Time       About six minutes on two idle cores, without an accelerator; less than 2 GiB of memory.
 Command    noon run experiments/miniature.py
@@ -70,7 +70,7 @@ def experiment(name: str = "miniature", seed: int = 0) -> Experiment:
     exported = export(run, corpus)
     return Experiment(
         name=name,
-        question="Do four small runs predict a run of eight times the compute of the largest?",
+        question="Do six small runs predict a run of eight times the compute of the largest?",
         expected="Bits per byte inside the frozen 90 % interval.",
         stages=(
             *corpus.stages,

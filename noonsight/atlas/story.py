@@ -46,7 +46,11 @@ def compact(value: float | None) -> str:
         return "–"
     for bound, letter in ((1e12, ""), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= bound:
-            return f"{value / bound:.3g}{letter}" if letter else f"{value:.3g}".replace("e+", "e")
+            return (
+                f"{value / (1e3 if letter == 'k' else bound):.3g}{letter}"
+                if letter
+                else f"{value:.3g}".replace("e+", "e")
+            )
     return number(value)
 
 

@@ -48,6 +48,8 @@ class ForecastConfig:
     unit: str = "bits per byte"
     curve_metric: str | None = "loss"  # for the band of the training loss
     prior: Prior = field(default_factory=Prior)
+    floor_at_most: float | None = None
+    """In the metric's unit: no law may claim a floor above it. What some public model reaches is no floor of the text."""
     regime: tuple[tuple[str, Any], ...] = ()
     regime_from_rungs: tuple[str, ...] = ("heldout_digest",)
     decision: str = "The recipe scales as predicted if the result lies inside the 90 % interval."
