@@ -36,7 +36,7 @@ KINDS = {
 }
 VOCABULARY = 4096
 BETA2 = 0.98  # declared: the transfer rule would clamp it at this batch size
-PROMPTS = ("The king", "A hacker is", "SQLite opens the")
+PROMPTS = ("HAMLET.\nThe king", "A hacker is", "SQLite opens the")
 
 
 def experiment(name: str = "miniature", seed: int = 0) -> Experiment:
