@@ -21,7 +21,7 @@ from markupsafe import Markup
 from noonsight.atlas import story
 
 HERE = Path(__file__).parent
-SCRIPTS = ("uPlot.iife.min.js", "charts.js")
+SCRIPTS = ("uPlot.iife.min.js", "points.js", "charts.js")
 STYLES = ("uPlot.min.css", "site.css")
 GLYPHS = {
     "done": ("●", "done"),

@@ -105,13 +105,6 @@ class Voyage:
             found += frontier
         return found
 
-    def fact(self, name: str, address: str) -> Any:
-        """The nearest fact of that name: the stage's own, or that of the stages it was made from."""
-        for place in [address, *self.ancestors(address)]:
-            if place in self.folders and name in self.folders[place].facts:
-                return self.folders[place].facts[name]
-        return None
-
 
 def open_voyages(root: Path) -> list[Voyage]:
     """All experiments below `root`, the newest first. A folder counts when it holds a record of the logbook."""
@@ -168,13 +161,6 @@ def read_series(folder: Folder, *, attempts: str = "surviving") -> dict[str, rea
         _attempt(folder.problems, folder.path / "metrics.jsonl", lambda _: read.metrics(folder.path, attempts=attempts))
         or {}
     )
-
-
-def read_moments(folder: Folder) -> list[tuple[int, str]]:
-    """When each measurement of the last pass over a step was written: (step, ISO time) in order of steps."""
-    rows = _attempt(folder.problems, folder.path / "metrics.jsonl", read.lines) or []
-    latest = {row["step"]: row["at"] for row in rows if "at" in row and "step" in row}
-    return sorted(latest.items())
 
 
 def _is_experiment(path: Path) -> bool:

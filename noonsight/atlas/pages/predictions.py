@@ -108,9 +108,11 @@ def _sentence(rows: list[dict[str, Any]], fault: str | None, loose: list[str]) -
     if not rows:
         return "No prediction has been frozen yet."
     summary = _summary(rows)
-    text = f"{story.plural(summary['made'], 'prediction')} frozen, {summary['scored']} scored"
+    text = f"{story.counted(summary['made'], 'prediction')} frozen, {story.spelled(summary['scored'])} scored"
     if summary["counted"]:
-        text += f", {summary['inside']} of {summary['counted']} inside the 90 % interval"
+        inside, counted = story.spelled(summary["inside"]), story.spelled(summary["counted"])
+        text += f", {inside} of {counted} inside the 90 % interval"
+    text = text[0].upper() + text[1:]
     changed = sum(row["intact"] is False for row in rows)
     if changed:
         return f"{text}; {story.plural(changed, 'prediction')} no longer matches its hash."
