@@ -76,6 +76,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "number": story.number,
         "exact": story.exact,
+        "fact": story.fact,
         "compact": story.compact,
         "duration": story.duration,
         "size": story.size,

@@ -40,6 +40,11 @@ def exact(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float)) else str(value)
 
 
+def fact(value: Any) -> str:
+    """A measured value to seven digits, without idle zeros."""
+    return f"{value:.7g}".replace("-", "−") if isinstance(value, float) and math.isfinite(value) else number(value)
+
+
 def compact(value: float | None) -> str:
     """A large count in few letters: 1.38M, 6.7e12."""
     if value is None:

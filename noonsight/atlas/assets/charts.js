@@ -116,10 +116,10 @@
     };
   }
 
-  function clipped(u, paint) {
+  function clipped(u, paint, margin = 0) {
     u.ctx.save();
     u.ctx.beginPath();
-    u.ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
+    u.ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width + margin * devicePixelRatio, u.bbox.height);
     u.ctx.clip();
     paint(u.ctx);
     u.ctx.restore();
@@ -173,7 +173,7 @@
         ctx.fill();
         ctx.stroke();
       }
-    });
+    }, 6);
   }
 
   function drawMarks(plot, u) {

@@ -16,6 +16,7 @@ from noonsight.atlas.voyage import Folder, Table, Voyage, open_voyage
 from noonsight.logbook.record import Prediction
 
 ROUTINE = ("params-hash", "checkpoint")  # written by the clock; told in one line, listed on demand
+HEALTH = {"name", "rule", "state", "value"}
 STATES = {"green": ("●", "good"), "amber": ("◆", "watch"), "red": ("▲", "bad")}
 
 
@@ -43,7 +44,9 @@ def collect(root: Path, *, experiment: str, stage: str, voyage: Voyage | None = 
         "evaluation": _evaluation(voyage, stage),
         "samples": _samples(voyage, stage),
         "proofs": _proofs(voyage, stage),
-        "tables": [table for table in data["tables"] if table["name"] not in ("health", "samples")],
+        "tables": [
+            table for table in data["tables"] if not HEALTH <= set(table["columns"]) and table["name"] != "samples"
+        ],
         "charts": drawn,
         "groups": _groups(drawn["charts"]),
     }
@@ -109,7 +112,8 @@ def _figures(folder: Folder) -> list[tuple[str, str]]:
 def _health(folder: Folder) -> dict[str, Any]:
     """The lights of the health table (columns name, rule, state, value), and what the sentinels reported on the way."""
     rows = []
-    for row in folder.tables.get("health", Table()).records():
+    table = folder.tables.get("health", Table())
+    for row in table.records() if HEALTH <= set(table.columns) else ():
         glyph, word = STATES.get(str(row.get("state")), ("○", "unknown"))
         rows.append(
             {**{key: row.get(key, "") for key in ("name", "rule", "value", "state")}, "glyph": glyph, "word": word}
