@@ -1,6 +1,14 @@
-"""Shared by all tests: eight virtual CPU devices, single-precision results that do not depend on the machine's mood."""
+"""Shared by all tests: eight virtual CPU devices, and shape annotations that are checked at every call of the model.
+
+Both must be in place before anything imports jax or the model, hence here, in the first file that pytest reads.
+"""
 
 import os
 
+import jaxtyping
+
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+CHECKED = ("attention", "decode", "elementary", "exchange", "loss", "moe", "transformer")
+jaxtyping.install_import_hook([f"noonsight.model.{name}" for name in CHECKED], "beartype.beartype")

@@ -69,7 +69,7 @@ def test_a_run_learns_and_writes_every_step_once(tmp_path):
     assert (last.step, last.of, last.phase) == (40, 40, "done")
     for name in metrics:
         assert METRICS[name].sentence
-    assert [row[1] for row in read.tables(tmp_path)["health"]["rows"]] == ["green"] * len(health.RULES)
+    assert [row[2] for row in read.tables(tmp_path)["health"]["rows"]] == ["green"] * len(health.RULES)
 
 
 def test_run_again_when_done_changes_nothing(tmp_path):
@@ -246,5 +246,5 @@ def test_the_table_says_green_amber_red():
         Event(at="", kind="sentinel", text="", cause=rule, step=step)
         for rule, step in (("non-finite", 3), ("gradient-jump", 9))
     ]
-    states = {row[0]: row[1] for row in health_table(events, frozenset({"non-finite"}))["rows"]}
+    states = {row[0]: row[2] for row in health_table(events, frozenset({"non-finite"}))["rows"]}
     assert states["non-finite"] == "red" and states["gradient-jump"] == "amber" and states["nothing-moves"] == "green"
