@@ -117,7 +117,7 @@ def open_voyage(root: Path, name: str) -> Voyage:
     """Read all records of one experiment. Never raises for what a file contains."""
     folder, problems = root / name, []
     record = _attempt(problems, folder / "experiment.json", lambda _: read.experiment(folder))
-    planned = list(record.stages) if record else []
+    planned = [address for address in (record.stages if record else ()) if _is_folder_name(address, problems)]
     found = sorted(path.parent.name for path in folder.glob("*/record.json"))
     folders = {address: open_folder(folder / address) for address in dict.fromkeys([*planned, *found])}
     edges = [(str(start), str(end)) for start, end in record.edges] if record else []
@@ -165,6 +165,14 @@ def read_series(folder: Folder, *, attempts: str = "surviving") -> dict[str, rea
 
 def _is_experiment(path: Path) -> bool:
     return (path / "experiment.json").exists() or any(path.glob("*/record.json"))
+
+
+def _is_folder_name(address: str, problems: list[str]) -> bool:
+    """An address becomes the name of a folder and of a page; one that would leave its place is no address."""
+    sound = Path(address).name == address and not address.startswith(".")
+    if not sound:
+        problems.append(f"experiment.json names a stage {address!r}, which is no name of a folder")
+    return sound
 
 
 def _decode(path: Path, kind: type[T]) -> T:

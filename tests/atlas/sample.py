@@ -377,7 +377,7 @@ def _samples() -> dict[str, Any]:
         ["To build the database", ", the query planner is used to the index when the value is not a column."],
         [
             "hacker",
-            " /n./ One who writes <script>document.title='owned'</script> in a sample & <b onclick=x>hopes</b>.",
+            " /n./ One who writes <script>alert(1)</script> in a sample & <b onclick=x>hopes</b>.",
         ],
     ]
     return {"title": "Samples", "columns": ["prompt", "continuation"], "rows": rows, "text": "Temperature 0.8, seed 1."}
