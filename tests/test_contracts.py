@@ -37,6 +37,36 @@ def test_1_stage_artifact_placement():
     assert codes == (0, 1, 2, 3, 4, 130)
 
 
+def test_2_program():
+    from noonsight.model.config import miniature
+    from noonsight.model.program import Program
+    from noonsight.model.transformer import make_program
+
+    assert list(Program.__dataclass_fields__ if hasattr(Program, "__dataclass_fields__") else Program._fields) == [
+        "init",
+        "loss",
+        "after_step",
+    ]
+    program = make_program(miniature(16, 2, 64))
+    assert parameters(program.init) == ["key"]
+    assert parameters(program.loss) == ["params", "extra", "batch"]
+    assert parameters(program.after_step) == ["extra", "aux"]
+
+
+def test_3_batch():
+    from noonsight.tokens.batches import Batch, open_batches
+
+    assert Batch._fields == ("tokens", "segments", "weights")
+    assert parameters(open_batches)[:5] == ["store", "mixture", "seed", "sequence_length", "batch_size"]
+
+
+def test_9_page():
+    from noonsight.atlas.pages import front, predictions, run, stage
+
+    for page in (front, predictions, run, stage):
+        assert parameters(page.collect)[0] == "root" and parameters(page.render) == ["data"]
+
+
 def test_4_claim(tmp_path):
     assert ROLES == ("stage", "worker", "runner")
     with claim(tmp_path, "worker") as mine:
