@@ -42,7 +42,7 @@ def exact(value: Any) -> str:
 
 def fact(value: Any) -> str:
     """A measured value to seven digits, without idle zeros."""
-    return f"{value:.7g}".replace("-", "−") if isinstance(value, float) and math.isfinite(value) else number(value)
+    return f"{value:.7g}".replace("-", "−") if isinstance(value, float) and value % 1 else number(value)
 
 
 def compact(value: float | None) -> str:
