@@ -18,12 +18,11 @@ from operator import itemgetter
 from os.path import commonprefix
 from typing import Any
 
-from noonsight.atlas.voyage import Folder, Voyage, read_moments, read_series
+from noonsight.atlas.voyage import Folder, Table, read_series
 from noonsight.logbook.read import Series
-from noonsight.logbook.record import Prediction, Verdict
 from noonsight.logbook.vocabulary import METRICS
 
-LOSS = ("cross_entropy", "loss")
+LOSS = "loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +37,12 @@ class Panel:
 
 
 PANELS = (
-    Panel(id="heldout", section="Learning", title="Held-out text", names=("eval/bits_per_byte", "eval/bits_per_byte_macro", "eval/bits_per_byte/")),
+    Panel(id="heldout", section="Learning", title="Held-out text", names=("eval/bits_per_byte", "eval/bits_per_byte_", "eval/bits_per_byte/")),
     Panel(id="heldout-loss", section="Learning", title="Held-out loss", names=("eval/loss",)),
     Panel(id="loss", section="Learning", title="Training loss", names=("loss", "cross_entropy")),
     Panel(id="z", section="Learning", title="Logit penalty", names=("z_loss",)),
     Panel(id="logsumexp", section="Learning", title="Size of the logits", names=("logsumexp",)),
+    Panel(id="attention", section="Learning", title="Attention", names=("attention/",)),
     Panel(id="rate", section="Optimiser", title="Learning rates", names=("rate/",)),
     Panel(id="gradient", section="Optimiser", title="Gradient norms", names=("norm/grad", "norm/grad/"), log=True),
     Panel(id="parameter", section="Optimiser", title="Parameter norms", names=("norm/param", "norm/param/"), log=True),
@@ -66,71 +66,58 @@ OTHER = Panel(id="other", section="Other", title="Other", names=())
 NOT_DRAWN = {"tokens"}  # an axis, not a measurement
 
 
-def collect_charts(voyage: Voyage, folder: Folder) -> dict[str, Any]:
-    """Panels with their series and the axes of the run, as JSON."""
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """The measurements of one run: the surviving line of each metric, and per metric what a later attempt replaced."""
+
+    run: str
+    surviving: dict[str, Series]
+    ghosts: dict[str, list[Series]]
+    axes: dict[str, Any]
+
+
+def read_lines(folder: Folder) -> Lines:
+    """Read the metrics of a stage; an unreadable file gives no lines and one more problem in `folder`."""
     surviving = read_series(folder)
     ghosts = _ghosts(read_series(folder, attempts="all"), surviving)
+    return Lines(run=folder.address, surviving=surviving, ghosts=ghosts, axes=_axes(folder, surviving))
+
+
+def panel_charts(lines: Lines) -> list[dict[str, Any]]:
+    """The small charts of a run, in the order of `PANELS`, as JSON."""
     found: dict[str, tuple[Panel, list[str]]] = {}
-    for name in sorted(surviving.keys() - NOT_DRAWN):
+    for name in sorted(lines.surviving.keys() - NOT_DRAWN):
         panel = next((item for item in PANELS if _belongs(name, item)), OTHER)
         found.setdefault(panel.id, (panel, []))[1].append(name)
     charts = []
     for panel, names in sorted(found.values(), key=lambda pair: [*PANELS, OTHER].index(pair[0])):
         metric = METRICS.get(names[0])
-        series = [_series(folder.address, name, surviving[name], ghosts.get(name, [])) for name in names]
-        charts.append(
-            {
-                **{"id": panel.id, "section": panel.section, "title": panel.title, "log": panel.log, "series": series},
-                "unit": metric.unit if metric and metric.unit != "1" else "",
-                "sentence": metric.sentence if metric else "",
-            }
-        )
+        series = [_series(lines.run, name, lines.surviving[name], lines.ghosts.get(name, [])) for name in names]
         _shorten(series)
-    return {"charts": charts, "axes": {folder.address: axes(folder, surviving)}}
+        unit = metric.unit if metric and metric.unit != "1" else ""
+        sentence = metric.sentence if metric else ""
+        charts.append(_chart(panel.id, panel.section, panel.title, unit, sentence, series, log=panel.log))
+    return charts
 
 
-def loss_chart(
-    voyage: Voyage, folder: Folder, prediction: Prediction | None, verdict: Verdict | None
-) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The main chart: this run's loss, the runs its forecast was made from, and where it was predicted to end.
+def course_chart(lines: Lines, context: list[Lines], band: Table | None) -> dict[str, Any] | None:
+    """The main chart: the loss of this run, of the runs its forecast was made from, and the predicted band of the loss.
 
-    In bits per byte (loss / (ln 2 * bytes per token)) when the bytes per token of the corpus are a known fact, else in
-    nats per token, and then without the band, because the two cannot share an axis. Returns the chart, or None when no
-    loss is recorded, and the axes of each run in it.
+    `band` (columns progress, low, median, high, and window where it is known) speaks of the mean loss over the `window`
+    of the run before each `progress`; the same means of this run are the sights to hold against it. None without a loss.
     """
-    context = [voyage.folders[name] for name in (prediction.inputs if prediction else ()) if name in voyage.folders]
-    bytes_per_token = voyage.fact("bytes_per_token", folder.address)
-    factor = 1 / (math.log(2) * bytes_per_token) if bytes_per_token else 1.0
-    series, run_axes = [], {}
-    for item in [folder, *context]:
-        surviving = read_series(item)
-        name = next((name for name in LOSS if name in surviving), None)
-        if name is None:
-            if item is folder:
-                return None, {}
-            continue
-        ghosts = _ghosts(read_series(item, attempts="all"), surviving).get(name, []) if item is folder else []
-        series.append(_series(item.address, item.address.split("@")[0], surviving[name], ghosts, factor))
-        series[-1]["role"] = "own" if item is folder else "context"
-        run_axes[item.address] = axes(item, surviving)
-    unit = "bits per byte" if bytes_per_token else "nats per token"
-    chart = {"id": "main", "title": "Loss", "unit": unit, "log": False, "series": series, "sentence": "", "section": ""}
-    if prediction and bytes_per_token and prediction.metric == "bits_per_byte":
-        low, high = prediction.interval
-        result = verdict.result if verdict else None
-        chart["band"] = {"low": low, "high": high, "median": prediction.median, "result": result}
-    return chart, run_axes
-
-
-def axes(folder: Folder, surviving: dict[str, Series]) -> dict[str, Any]:
-    """What turns a step of this run into tokens and into seconds since its first measurement."""
-    last = max((series.steps[-1] for series in surviving.values()), default=0)
-    of = folder.progress.of if folder.progress and folder.progress.of else last + 1
-    return {
-        "tokens_per_step": _tokens_per_step(folder, surviving, last),
-        "time": _times(read_moments(folder)),
-        "of": of,
-    }
+    if LOSS not in lines.surviving:
+        return None
+    own = lines.surviving[LOSS]
+    series = [_series(lines.run, lines.run.split("@")[0], own, lines.ghosts.get(LOSS, []))]
+    for other in context:
+        if LOSS in other.surviving:
+            label = other.run.split("@")[0]
+            series.append({**_series(other.run, label, other.surviving[LOSS], []), "role": "context"})
+    chart = _chart("main", "", "Loss", METRICS[LOSS].unit, METRICS[LOSS].sentence, series)
+    if band and {"progress", "low", "median", "high"} <= set(band.columns) and band.rows:
+        chart["band"] = _band(band, own, lines.axes["of"])
+    return chart
 
 
 def incidents(folder: Folder) -> list[dict[str, Any]]:
@@ -156,19 +143,43 @@ def incidents(folder: Folder) -> list[dict[str, Any]]:
     return found
 
 
+def _chart(
+    name: str, section: str, title: str, unit: str, sentence: str, series: list[dict[str, Any]], *, log: bool = False
+) -> dict[str, Any]:
+    found = {"id": name, "section": section, "title": title, "unit": unit, "sentence": sentence, "log": log}
+    return {**found, "series": series, "band": None}
+
+
+def _band(table: Table, own: Series, num_steps: int) -> dict[str, list[Any]]:
+    """The predicted band at the steps it speaks of, and what was seen there; None where that is not known yet."""
+    rows = table.records()
+    return {
+        "steps": [row["progress"] * num_steps - 1 for row in rows],
+        **{name: [row[name] for row in rows] for name in ("low", "median", "high")},
+        "seen": [_mean_before(own, row["progress"], row.get("window"), num_steps) for row in rows],
+    }
+
+
+def _mean_before(own: Series, progress: float, window: float | None, num_steps: int) -> float | None:
+    if window is None or not own.steps or own.steps[-1] + 1 < progress * num_steps:
+        return None
+    first, last = (progress - window) * num_steps, progress * num_steps
+    inside = [value for step, value in zip(own.steps, own.values) if first < step + 0.5 <= last]
+    return sum(inside) / len(inside) if inside and all(map(math.isfinite, inside)) else None
+
+
 def _belongs(name: str, panel: Panel) -> bool:
     return any(name == item or (item[-1] in "/_" and name.startswith(item)) for item in panel.names)
 
 
-def _series(address: str, label: str, points: Series, ghosts: list[Series], factor: float = 1.0) -> dict[str, Any]:
+def _series(address: str, label: str, points: Series, ghosts: list[Series]) -> dict[str, Any]:
     """Points, what a rewind replaced, and a summary for readers without a picture."""
-    values = [value * factor for value in points.values]
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [value for value in points.values if math.isfinite(value)]
     summary = {"first": finite[0], "last": finite[-1], "low": min(finite), "high": max(finite)} if finite else None
     return {
-        **{"run": address, "label": label, "role": "own", **_points(points.steps, values)},
-        **{"count": len(values), "not_finite": len(values) - len(finite), "summary": summary},
-        "ghosts": [_points(ghost.steps, [value * factor for value in ghost.values]) for ghost in ghosts],
+        **{"run": address, "label": label, "role": "own", **_points(points.steps, points.values)},
+        **{"count": len(points.values), "not_finite": len(points.values) - len(finite), "summary": summary},
+        "ghosts": [_points(ghost.steps, ghost.values) for ghost in ghosts],
     }
 
 
@@ -186,8 +197,7 @@ def _points(steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
 
 def _base64(code: str, values: Sequence[float]) -> str:
     packed = array(code, values)
-    if packed.itemsize != 4:
-        raise AssertionError("points travel as 4-byte numbers")
+    assert packed.itemsize == 4, "points travel as 4-byte numbers"
     return base64.b64encode(packed.tobytes()).decode()
 
 
@@ -206,32 +216,40 @@ def _ghosts(every: dict[str, Series], surviving: dict[str, Series]) -> dict[str,
     return found
 
 
-def _tokens_per_step(folder: Folder, surviving: dict[str, Series], last: int) -> float | None:
+def _axes(folder: Folder, surviving: dict[str, Series]) -> dict[str, Any]:
+    """What turns a step of this run into tokens and into seconds since its first measurement."""
+    longest = max(surviving.values(), key=lambda series: len(series.steps), default=None)
+    last = max((series.steps[-1] for series in surviving.values()), default=0)
+    of = folder.progress.of if folder.progress and folder.progress.of else last + 1
+    return {
+        "of": of,
+        "tokens_per_step": _tokens_per_step(folder, surviving, of),
+        "time": _times(longest) if longest else None,
+    }
+
+
+def _tokens_per_step(folder: Folder, surviving: dict[str, Series], num_steps: int) -> float | None:
     tokens = surviving.get("tokens")
     if tokens and len(tokens.steps) > 1:
         return (tokens.values[-1] - tokens.values[0]) / (tokens.steps[-1] - tokens.steps[0])
     total = folder.facts.get("tokens")
-    return total / (folder.facts.get("num_steps") or last + 1) if total else None
+    return total / num_steps if total else None
 
 
-def _times(moments: list[tuple[int, str]], most: int = 400) -> dict[str, list[float]] | None:
+def _times(series: Series, most: int = 400) -> dict[str, list[float]]:
     """A short table of (step, seconds since the first measurement), read by linear interpolation."""
-    if not moments:
-        return None
-    every = max(1, len(moments) // most)
-    picked = sorted({*range(0, len(moments), every), len(moments) - 1})
-    start = datetime.fromisoformat(moments[0][1])
-    seconds = [round((datetime.fromisoformat(moments[index][1]) - start).total_seconds(), 2) for index in picked]
-    return {"steps": [moments[index][0] for index in picked], "seconds": seconds}
+    every = max(1, len(series.at) // most)
+    picked = sorted({*range(0, len(series.at), every), len(series.at) - 1})
+    start = datetime.fromisoformat(series.at[0])
+    seconds = [round((datetime.fromisoformat(series.at[index]) - start).total_seconds(), 2) for index in picked]
+    return {"steps": [series.steps[index] for index in picked], "seconds": seconds}
 
 
 def _shorten(series: list[dict[str, Any]]) -> None:
     """In the panel of gradient norms, `norm/grad/adam` is `adam` and `norm/grad` is `all`."""
-    if len(series) < 2:
-        return
     names = [item["label"] for item in series]
     start = commonprefix(names)  # noqa: RUF071 (names of metrics, not paths)
-    cut = max(start.rfind("/"), start.rfind("_")) + 1
+    cut = start.rfind("/") if start in names else max(start.rfind("/"), start.rfind("_"))
     for item, name in zip(series, names):
-        shorter = name[cut:].split("/", 1)[-1]
+        shorter = name[cut + 1 :].split("/", 1)[-1].replace("_", " ")
         item["label"] = "all" if any(other.startswith(f"{name}/") for other in names) else shorter

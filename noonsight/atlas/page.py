@@ -21,7 +21,7 @@ from markupsafe import Markup
 from noonsight.atlas import story
 
 HERE = Path(__file__).parent
-SCRIPTS = ("uPlot.iife.min.js", "charts.js")
+SCRIPTS = ("uPlot.iife.min.js", "points.js", "charts.js")
 STYLES = ("uPlot.min.css", "site.css")
 GLYPHS = {
     "done": ("●", "done"),
@@ -76,6 +76,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "number": story.number,
         "exact": story.exact,
+        "fact": story.fact,
         "compact": story.compact,
         "duration": story.duration,
         "size": story.size,

@@ -11,7 +11,7 @@ from typing import Any
 
 from noonsight.logbook.record import Prediction, Verdict
 
-NUM_POINTS = 120
+NUM_POINTS = 80
 
 
 def sight(prediction: Prediction, verdict: Verdict | None) -> dict[str, Any]:
@@ -19,9 +19,9 @@ def sight(prediction: Prediction, verdict: Verdict | None) -> dict[str, Any]:
     low, high = _bounds(prediction, verdict)
 
     def place(value: float) -> float:
-        return round(100 * (value - low) / (high - low), 2)
+        return round(100 * (value - low) / (high - low), 4)
 
-    xs = [low + (high - low) * index / NUM_POINTS for index in range(NUM_POINTS + 1)]
+    xs = sorted({*_grid(low, high), *_grid(*prediction.interval)})  # also a narrow peak far from its result is drawn
     densities = [_density(prediction, x) for x in xs]
     peak = max(densities) or 1.0
     curve = [(place(x), round(100 - 92 * density / peak, 2)) for x, density in zip(xs, densities)]
@@ -53,6 +53,10 @@ def _bounds(prediction: Prediction, verdict: Verdict | None) -> tuple[float, flo
     return min(ends), max(ends)
 
 
+def _grid(low: float, high: float) -> list[float]:
+    return [low + (high - low) * index / NUM_POINTS for index in range(NUM_POINTS + 1)]
+
+
 def _density(prediction: Prediction, x: float) -> float:
     total = 0.0
     for weight, mean, std in prediction.components:
@@ -62,7 +66,7 @@ def _density(prediction: Prediction, x: float) -> float:
 
 
 def _path(points: list[tuple[float, float]]) -> str:
-    return "M" + " L".join(f"{x:g} {y:g}" for x, y in points)
+    return "M" + " L".join(f"{x:.5g} {y:.4g}" for x, y in points)
 
 
 def _ticks(low: float, high: float) -> list[tuple[float, str]]:

@@ -40,6 +40,11 @@ def exact(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float)) else str(value)
 
 
+def fact(value: Any) -> str:
+    """A measured value to seven digits, without idle zeros."""
+    return f"{value:.7g}".replace("-", "−") if isinstance(value, float) and value % 1 else number(value)
+
+
 def compact(value: float | None) -> str:
     """A large count in few letters: 1.38M, 6.7e12."""
     if value is None:
@@ -118,6 +123,11 @@ def spelled(count: int) -> str:
     return words[count] if 0 <= count < len(words) else f"{count:,}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`one voyage`, `two voyages`, `no voyages`."""
+    return f"{spelled(count)} {noun if count == 1 else noun + 's'}"
+
+
 def join(parts: list[str]) -> str:
     """`a, b and c`."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1] if parts else ""
@@ -158,7 +168,7 @@ def _done(
 ) -> str:
     steps = run.facts.get("num_steps") or (progress.step if progress else None)
     work = f"Trained {plural(int(steps), 'step')}" if steps else f"Trained {compact(run.facts.get('tokens'))} tokens"
-    sentence = f"{work} in {duration(run.facts.get('seconds') or run.seconds)}{_interruptions(run, events)}"
+    sentence = f"{work} in {duration(run.seconds)}{_interruptions(run, events)}"
     if verdict:
         sentence += f"; {number(verdict.result)} {unit(verdict.metric)}"
         if prediction:
@@ -186,17 +196,19 @@ def _running(run: Run, progress: Progress | None, events: list[Event], predictio
 
 def _interruptions(run: Run, events: list[Event]) -> str:
     kills = [event for event in events if event.kind == "kill-injected"]
-    crashes = [event for event in events if event.kind == "crash" and "inject" not in (event.cause or "")]
-    crashes = crashes if not kills else [event for event in crashes if event.step not in {kill.step for kill in kills}]
+    faults = [event for event in events if event.kind == "restart" and event.cause != "injected"]
     parts = []
     if kills:
         places = join([f"step {kill.step:,}" for kill in kills if kill.step is not None])
-        times = "once" if len(kills) == 1 else f"{len(kills)} times"
-        parts.append(f"killed {times} on purpose" + (f" at {places}" if places else ""))
-    if crashes:
-        parts.append(f"stopped {'once' if len(crashes) == 1 else f'{len(crashes)} times'} by a fault")
+        parts.append(f"killed {_times(len(kills))} on purpose" + (f" at {places}" if places else ""))
+    if faults:
+        parts.append(f"stopped {_times(len(faults))} by a fault")
     if not parts:
         return ", without an interruption" if run.status == "done" else ""
     identical = run.facts.get("resumed_bit_identical")
     ending = {True: " and resumed bit-identically", False: " and resumed, not bit-identically", None: " and resumed"}
     return ", " + join(parts) + (ending[identical] if run.status == "done" or identical is not None else "")
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")

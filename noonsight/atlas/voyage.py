@@ -105,13 +105,6 @@ class Voyage:
             found += frontier
         return found
 
-    def fact(self, name: str, address: str) -> Any:
-        """The nearest fact of that name: the stage's own, or that of the stages it was made from."""
-        for place in [address, *self.ancestors(address)]:
-            if place in self.folders and name in self.folders[place].facts:
-                return self.folders[place].facts[name]
-        return None
-
 
 def open_voyages(root: Path) -> list[Voyage]:
     """All experiments below `root`, the newest first. A folder counts when it holds a record of the logbook."""
@@ -124,7 +117,7 @@ def open_voyage(root: Path, name: str) -> Voyage:
     """Read all records of one experiment. Never raises for what a file contains."""
     folder, problems = root / name, []
     record = _attempt(problems, folder / "experiment.json", lambda _: read.experiment(folder))
-    planned = list(record.stages) if record else []
+    planned = [address for address in (record.stages if record else ()) if _is_folder_name(address, problems)]
     found = sorted(path.parent.name for path in folder.glob("*/record.json"))
     folders = {address: open_folder(folder / address) for address in dict.fromkeys([*planned, *found])}
     edges = [(str(start), str(end)) for start, end in record.edges] if record else []
@@ -170,15 +163,16 @@ def read_series(folder: Folder, *, attempts: str = "surviving") -> dict[str, rea
     )
 
 
-def read_moments(folder: Folder) -> list[tuple[int, str]]:
-    """When each measurement of the last pass over a step was written: (step, ISO time) in order of steps."""
-    rows = _attempt(folder.problems, folder.path / "metrics.jsonl", read.lines) or []
-    latest = {row["step"]: row["at"] for row in rows if "at" in row and "step" in row}
-    return sorted(latest.items())
-
-
 def _is_experiment(path: Path) -> bool:
     return (path / "experiment.json").exists() or any(path.glob("*/record.json"))
+
+
+def _is_folder_name(address: str, problems: list[str]) -> bool:
+    """An address becomes the name of a folder and of a page; one that would leave its place is no address."""
+    sound = Path(address).name == address and not address.startswith(".")
+    if not sound:
+        problems.append(f"experiment.json names a stage {address!r}, which is no name of a folder")
+    return sound
 
 
 def _decode(path: Path, kind: type[T]) -> T:

@@ -32,6 +32,7 @@ from noonsight.logbook.record import (
 START = datetime(2026, 12, 1, 11, 42, 7, tzinfo=UTC)
 TOKENS_PER_STEP = 1024
 BYTES_PER_TOKEN = 3.12
+NATS = 2.13  # mean training loss at the end of a run whose bits per byte are 1
 GROUPS = ("muonh", "adamh", "adam")
 SOURCES = {"shakespeare": 5.46, "milton": 0.51, "jargon-file": 1.31, "sqlite-docs": 1.87, "sqlite-source": 2.74}
 STAGES: dict[str, tuple[tuple[str, ...], float, str]] = {
@@ -123,6 +124,7 @@ def _content(out: Path, address: str, prediction: Prediction, clock: datetime, s
             _write(out / "tables/health.json", encode(_health()))
         case "forecast@1":
             _write(out / "prediction.json", encode(prediction))
+            _write(out / "tables/band.json", encode(_band(1348, 2.031 * NATS)))
         case "verdict@1":
             _write(out / "verdict.json", encode(_verdict(prediction)))
         case "select@1":
@@ -138,7 +140,7 @@ def _content(out: Path, address: str, prediction: Prediction, clock: datetime, s
 
 
 def _training(out: Path, clock: datetime, steps: int, *, last: float, seconds: float, kill: int | None) -> None:
-    nats = last * math.log(2) * BYTES_PER_TOKEN
+    nats = last * NATS
     lines, events, attempt, extra, replay = [], [], 0, 0.0, {}
     order = list(range(steps))
     if kill is not None:
@@ -162,7 +164,7 @@ def _training(out: Path, clock: datetime, steps: int, *, last: float, seconds: f
 def _measurements(step: int, steps: int, last: float) -> dict[str, Any]:
     warm = min(1.0, (step + 1) / (0.02 * steps))
     rate = warm * (1 - 0.95 * step / steps)
-    curve = last + (math.log(4096) - last) * (1 + step / 14) ** -0.9 + 0.12 * (1 - step / steps)
+    curve = _curve(step, steps, last)
     loss = curve + random.gauss(0, 0.09)
     gradient = 0.9 / (1 + step / 60) ** 0.35
     values: dict[str, Any] = {
@@ -182,30 +184,43 @@ def _measurements(step: int, steps: int, last: float) -> dict[str, Any]:
         values[f"norm/param/{group}"] = (24.0, 9.5, 4.0)[place] * (1 + (0, 0, 0.3)[place] * step / steps)
         values[f"rate/{group}"] = rate * (0.0158, 0.00365, 0.00365)[place]
     if step % 150 == 0 or step == steps - 1:
-        values["eval/bits_per_byte"] = (curve + 0.02) / math.log(2) / BYTES_PER_TOKEN
+        values["eval/bits_per_byte"] = curve / NATS
     return values
 
 
 def _kill_events(moment: datetime, step: int) -> list[Event]:
-    later = moment + timedelta(seconds=4.1)
+    later, resumed = moment + timedelta(seconds=4.1), step - 12
     return [
         Event(
             at=_iso(moment),
+            kind="checkpoint",
+            text=f"Checkpoint after {resumed} steps (permanent, 12.5 MB).",
+            step=resumed,
+        ),
+        Event(
+            at=_iso(moment),
             kind="kill-injected",
-            text=f"The worker was killed on purpose at step {step}.",
+            text=f"The worker kills itself after step {step}.",
             cause="injected",
             step=step,
         ),
-        Event(at=_iso(moment), kind="crash", text="The worker ended by signal 9.", cause="killed", step=step),
+        Event(at=_iso(moment), kind="killed", text="The worker was killed from outside.", cause="injected", step=step),
+        Event(at=_iso(later), kind="restored", text=f"Went on from step_{resumed:08d}.", step=resumed, attempt=1),
         Event(
             at=_iso(later),
             kind="restart",
-            text=f"Went on from the checkpoint of step {step - 12}; 12 steps replayed with the same losses.",
-            cause="killed",
-            step=step - 12,
-            attempt=1,
+            text=f"Started again from step {resumed}: 12 steps done twice, 4.1 s lost (injected).",
+            cause="injected",
+            step=step,
             steps_lost=12,
             seconds_lost=4.1,
+        ),
+        Event(
+            at=_iso(later),
+            kind="sentinel",
+            text="The gradient jumped to 3.1 at step 640.",
+            cause="gradient-jump",
+            step=640,
         ),
     ]
 
@@ -270,10 +285,10 @@ def _facts(address: str, steps: int) -> dict[str, Any]:
         }
     return {
         "documents@1": {"documents": 2914, "bytes": 11_890_000},
-        "duplicates@1": {"clusters": 412, "duplicates": 803},
+        "duplicates@1": {"documents": 2914, "exact": 162, "fuzzy": 641},
         "select@1": {"documents": 1988, "train_bytes": 5_120_000, "heldout_bytes": 402_000},
-        "tokenizer@1": {"vocabulary": 4096, "bytes_per_token": BYTES_PER_TOKEN},
-        "store@1": {"tokens": 1_640_000},
+        "tokenizer@1": {"vocab_size": 4096, "bytes_per_token": BYTES_PER_TOKEN},
+        "store@1": {"num_tokens": {"train": 1_640_000, "heldout": 72_000}},
         "target@1": {
             "tokens": steps * TOKENS_PER_STEP,
             "num_steps": steps,
@@ -289,8 +304,8 @@ def _facts(address: str, steps: int) -> dict[str, Any]:
             "macro": 2.087,
             "by_domain": {"verse": 2.201, "drama": 2.314, "dictionary": 2.112, "manual": 1.904, "program": 1.903},
         },
-        "verdict@1": {"inside": True, "error_percent": -0.25},
-        "export@1": {"max_logit_difference": 2.4e-6},
+        "verdict@1": {"verdict": "inside", "error_percent": -0.25},
+        "export@1": {"receipt_passed": True},
     }.get(address, {})
 
 
@@ -314,74 +329,72 @@ def _config(address: str) -> dict[str, Any]:
     return {"seed": 1, "threshold": 0.8}
 
 
+def _band(steps: int, last: float) -> dict[str, Any]:
+    """The forecast of the loss, averaged over the 15 % of the run before each progress."""
+    rows = []
+    for twentieth in range(8, 21):
+        end = twentieth / 20
+        middle = 0.5 * (_curve(end * steps, steps, last) + _curve((end - 0.15) * steps, steps, last)) + 0.03
+        rows.append([end, end * steps * TOKENS_PER_STEP, 0.15, middle - 0.12, middle, middle + 0.13])
+    columns = ["progress", "step_tokens", "window", "low", "median", "high"]
+    return {"title": "The band of the training loss", "columns": columns, "rows": rows, "text": "90 %."}
+
+
+def _curve(step: float, steps: int, last: float) -> float:
+    return last + (math.log(4096) - last) * (1 + step / 14) ** -0.9 + 0.12 * (1 - step / steps)
+
+
 def _flow() -> dict[str, Any]:
-    rows, shares = [], {"read": 1.0, "after rules": 0.93, "after duplicates": 0.62, "kept": 0.58}
-    for stage, share in shares.items():
-        for place, (source, megabytes) in enumerate(SOURCES.items()):
-            part = share if source != "shakespeare" or share > 0.9 else share * 0.8
-            rows.append([stage, source, int(megabytes * 245 * part) + place, int(megabytes * 1e6 * part)])
-    return {
-        "title": "From what was read to what trains",
-        "columns": ["stage", "source", "documents", "bytes"],
-        "rows": rows,
-        "text": "",
-    }
+    columns = [
+        "source",
+        "documents in",
+        "bytes in",
+        "documents kept",
+        "bytes kept",
+        "bytes heldout",
+        "bytes dropped",
+        "lost",
+    ]
+    rows = []
+    for place, (source, megabytes) in enumerate(SOURCES.items()):
+        size, dropped = int(megabytes * 1e6), int(megabytes * 1e6 * (0.03, 0.0, 0.22, 0.09, 0.01)[place])
+        rows.append(
+            [source, size // 4100, size, (size - dropped) // 4200, size - dropped - 40_000, 40_000, dropped, "3 %"]
+        )
+    text = "In = kept + heldout + dropped, for each source."
+    return {"title": "From sources to kept documents", "columns": columns, "rows": rows, "text": text}
 
 
 def _reasons() -> dict[str, Any]:
-    rows = [
-        ["near copy of a kept document", 641, 3_214_000],
-        ["exact copy", 162, 802_000],
-        ["too few letters", 71, 118_000],
-    ]
-    return {
-        "title": "Why documents left",
-        "columns": ["reason", "documents", "bytes"],
-        "rows": rows,
-        "text": "Each removal is in the ledger with its evidence.",
-    }
+    rows = [["fuzzy-duplicate", "shakespeare", 641, 3_214_000], ["too-few-letters", "sqlite-docs", 71, 118_000]]
+    columns = ["rule", "source", "documents", "bytes"]
+    return {"title": "Why documents left", "columns": columns, "rows": rows, "text": "Largest losses first."}
 
 
 def _samples() -> dict[str, Any]:
     rows = [
-        [
-            "The king",
-            " shall have the letters of the world, and so the sea\nDoth make him sweet: I will not be the man.",
-        ],
-        [
-            "To build the database",
-            ", the query planner is used to the index of the table when the value is not a column.",
-        ],
+        ["The king", " shall have the letters of the world, and so the sea\nDoth make him sweet: I will not be."],
+        ["To build the database", ", the query planner is used to the index when the value is not a column."],
         [
             "hacker",
-            " /n./ The person who writes <script>alert(1)</script> in a sample & hopes that a page will run it.",
+            " /n./ One who writes <script>alert(1)</script> in a sample & <b onclick=x>hopes</b>.",
         ],
     ]
-    return {
-        "title": "Three samples",
-        "columns": ["prompt", "completion"],
-        "rows": rows,
-        "text": "Temperature 0.8, seed 1.",
-    }
+    return {"title": "Samples", "columns": ["prompt", "continuation"], "rows": rows, "text": "Temperature 0.8, seed 1."}
 
 
 def _health() -> dict[str, Any]:
     rows = [
+        ["non-finite", "Every measurement is a finite number.", "green", "never"],
         [
-            "Gradient norm",
-            "the last 100 steps stay within twice the median of the 500 before",
-            "green",
-            "0.31, median 0.33",
+            "gradient-jump",
+            "The gradient norm is at most 10 times the median of the last 50 steps.",
+            "amber",
+            "1 times, first at step 640",
         ],
-        ["Constrained parameters", "row norms differ from their start by less than 1e-3", "green", "4e-7"],
-        ["Dropped tokens", "below 1 % after a tenth of the run", "green", "0.02 %"],
-        ["Loss", "inside the band at the end", "green", "2.031 in 1.982 to 2.094"],
-        ["Router entropy", "at least 0.9 of its maximum ln 8", "green", "0.99"],
-        ["Throughput", "the slowest tenth stays above 0.8 of the median", "amber", "0.62"],
-        ["Learning rate", "equals the schedule at every step", "green", "exact"],
-        ["Recorded config", "what is recorded is what ran", "green", "equal hashes"],
+        ["rate-off-schedule", "The learning rate of every group equals the schedule.", "green", "never"],
     ]
-    return {"title": "Health", "columns": ["name", "rule", "state", "value"], "rows": rows, "text": ""}
+    return {"title": "Sentinels", "columns": ["name", "rule", "state", "value"], "rows": rows, "text": ""}
 
 
 def _receipt() -> Receipt:

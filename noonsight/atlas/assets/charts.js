@@ -1,6 +1,5 @@
-/* The charts of a run page. All points are in the page; what is drawn keeps the minimum and maximum of every pixel, so
-   a spike of one step is always visible and zooming reveals every point. One horizontal axis, one view and one cursor
-   are shared by all charts of the page. */
+/* The charts of a run page. One horizontal axis, one view and one cursor are shared by all of them: zooming one zooms
+   all. Below, in order: axes, words, lines, drawing, reading, taking away, controls. */
 (() => {
   "use strict";
   const source = document.getElementById("charts-data");
@@ -8,58 +7,7 @@
   const data = JSON.parse(source.textContent);
   const state = { axis: "step", view: null, smooth: 0, ghosts: true };
   const plots = [];
-
-  // ---- points -----------------------------------------------------------------------------------------------------
-  const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer;
-  const decodeSteps = (steps) => steps.base64
-    ? Float64Array.from(new Int32Array(bytes(steps.base64)))
-    : Float64Array.from({ length: steps.count }, (_, i) => steps.first + i * steps.stride);
-  const decode = (points) => ({ steps: decodeSteps(points.steps), values: new Float32Array(bytes(points.values)) });
-
-  /** First index whose x is not below `value`. */
-  function lowerBound(xs, value) {
-    let low = 0, high = xs.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (xs[middle] < value) low = middle + 1; else high = middle;
-    }
-    return low;
-  }
-
-  /** Points [from, to) with at most two per pixel: the lowest and the highest, in their order. */
-  function thin(xs, ys, from, to, pixels) {
-    const outX = [], outY = [];
-    if (to - from <= 2 * pixels) {
-      for (let i = from; i < to; i++) { outX.push(xs[i]); outY.push(Number.isFinite(ys[i]) ? ys[i] : null); }
-      return [outX, outY];
-    }
-    const start = xs[from], width = (xs[to - 1] - start) / pixels || 1;
-    let index = from;
-    while (index < to) {
-      const pixel = Math.floor((xs[index] - start) / width);
-      let low = -1, high = -1, first = index;
-      for (; index < to && Math.floor((xs[index] - start) / width) === pixel; index++) {
-        if (!Number.isFinite(ys[index])) continue;
-        if (low < 0 || ys[index] < ys[low]) low = index;
-        if (high < 0 || ys[index] > ys[high]) high = index;
-      }
-      const picked = low < 0 ? [first] : low === high ? [low] : [Math.min(low, high), Math.max(low, high)];
-      for (const i of picked) { outX.push(xs[i]); outY.push(low < 0 ? null : ys[i]); }
-    }
-    return [outX, outY];
-  }
-
-  /** Mean weighted towards the latest `window` points; the raw line stays visible behind it. */
-  function smoothed(values, window) {
-    const out = new Float32Array(values.length);
-    let mean = 0, weight = 0;
-    const keep = 1 - 1 / window;
-    for (let i = 0; i < values.length; i++) {
-      if (Number.isFinite(values[i])) { mean = keep * mean + values[i]; weight = keep * weight + 1; }
-      out[i] = weight ? mean / weight : NaN;
-    }
-    return out;
-  }
+  const { decode, lowerBound, thin, smoothed } = noonPoints;
 
   function secondsAt(table, step) {
     const { steps, seconds } = table;
@@ -140,7 +88,7 @@
       high = Math.max(high, line.xs[line.xs.length - 1]);
     }
     const of = data.axes[data.run] && data.axes[data.run].of;
-    if (plot.chart.band && of && state.axis !== "time") high = Math.max(high, toAxis(data.run, of - 1));
+    if (plot.main && of && state.axis !== "time") high = Math.max(high, toAxis(data.run, of - 1));
     return low < high ? [low, high] : [low - 0.5, low + 0.5];
   }
 
@@ -155,12 +103,12 @@
 
   // ---- drawing ----------------------------------------------------------------------------------------------------
   function verticalRange(plot) {
-    return (_, low, high) => {
+    return (u, low, high) => {
       if (low == null || high == null) return plot.log ? [0.1, 1] : [0, 1];
-      const band = plot.chart.band;
-      if (band) {
-        low = Math.min(low, band.low, band.result ?? band.low);
-        high = Math.max(high, band.high, band.result ?? band.high);
+      for (const point of bandPoints(plot)) {
+        if (point.x < u.scales.x.min || point.x > u.scales.x.max) continue;
+        low = Math.min(low, point.low);
+        high = Math.max(high, point.high);
       }
       if (plot.log) return [low / 1.06, high * 1.06];
       const margin = (high - low) * 0.06 || Math.abs(high) * 0.02 || 0.5;
@@ -168,35 +116,64 @@
     };
   }
 
-  function clipped(u, paint) {
+  function clipped(u, paint, margin = 0) {
     u.ctx.save();
     u.ctx.beginPath();
-    u.ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
+    u.ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width + margin * devicePixelRatio, u.bbox.height);
     u.ctx.clip();
     paint(u.ctx);
     u.ctx.restore();
   }
 
+  /** Where the forecast put the loss, on the axis of the moment. */
+  function bandPoints(plot) {
+    const band = plot.chart.band;
+    if (!band) return [];
+    return band.steps.map((step, i) => ({ x: toAxis(data.run, step), low: band.low[i], median: band.median[i], high: band.high[i], seen: band.seen[i] }));
+  }
+
   function drawBand(plot, u) {
-    const band = plot.chart.band, axis = data.axes[data.run];
-    if (!band) return;
-    const end = state.axis === "time" ? Math.max(...plot.lines.map((line) => line.xs[line.xs.length - 1] || 0)) : toAxis(data.run, axis.of - 1);
-    const y = (value) => u.valToPos(value, "y", true);
+    const points = bandPoints(plot);
+    if (!points.length) return;
+    const x = (point) => u.valToPos(point.x, "x", true), y = (value) => u.valToPos(value, "y", true);
     clipped(u, (ctx) => {
       ctx.fillStyle = css("--tint");
-      ctx.globalAlpha = 0.45;
-      ctx.fillRect(u.bbox.left, y(band.high), u.bbox.width, y(band.low) - y(band.high));
-      ctx.globalAlpha = 1;
-      const right = u.valToPos(end, "x", true), left = u.valToPos(end * 0.9, "x", true);
-      ctx.fillRect(left, y(band.high), right - left, y(band.low) - y(band.high));
-      ctx.strokeStyle = css("--accent");
+      ctx.beginPath();
+      points.forEach((point) => ctx.lineTo(x(point), y(point.high)));
+      points.slice().reverse().forEach((point) => ctx.lineTo(x(point), y(point.low)));
+      ctx.fill();
+    });
+  }
+
+  /** Over the line, so that both can be seen: the median of the band, and the sights taken along the way. */
+  function drawSights(plot, u) {
+    const points = bandPoints(plot);
+    const x = (point) => u.valToPos(point.x, "x", true), y = (value) => u.valToPos(value, "y", true);
+    clipped(u, (ctx) => {
       ctx.lineWidth = devicePixelRatio;
+      ctx.strokeStyle = css("--ink");
+      for (const side of ["low", "high"]) {
+        ctx.globalAlpha = 0.35;
+        ctx.beginPath();
+        points.forEach((point) => ctx.lineTo(x(point), y(point[side])));
+        ctx.stroke();
+      }
+      ctx.globalAlpha = 1;
       ctx.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
       ctx.beginPath();
-      ctx.moveTo(u.bbox.left, y(band.median));
-      ctx.lineTo(right, y(band.median));
+      points.forEach((point) => ctx.lineTo(x(point), y(point.median)));
       ctx.stroke();
-    });
+      ctx.setLineDash([]);
+      ctx.fillStyle = css("--paper");
+      ctx.lineWidth = 2 * devicePixelRatio;
+      for (const point of points) {
+        if (point.seen == null) continue;
+        ctx.beginPath();
+        ctx.arc(x(point), y(point.seen), 4 * devicePixelRatio, 0, 7);
+        ctx.fill();
+        ctx.stroke();
+      }
+    }, 6);
   }
 
   function drawMarks(plot, u) {
@@ -216,46 +193,31 @@
         ctx.lineTo(x + reach, u.bbox.top);
         ctx.lineTo(x, u.bbox.top + 1.5 * reach);
         ctx.fill();
-        if (plot.main) {
-          const fits = x + ctx.measureText(mark.text).width + 2 * reach < u.bbox.left + u.bbox.width;
-          ctx.textAlign = fits ? "left" : "right";
-          ctx.fillText(mark.text, x + (fits ? 2 : -2) * reach, u.bbox.top + 3 * reach);
+        const width = ctx.measureText(mark.text).width + 2 * reach;
+        const left = x - width > u.bbox.left, right = x + width < u.bbox.left + u.bbox.width;
+        if (plot.main && (left || right)) {  // where there is no room, the table of incidents says it
+          ctx.textAlign = right ? "left" : "right";
+          ctx.fillText(mark.text, x + (right ? 2 : -2) * reach, u.bbox.top + 3 * reach);
         }
       }
     });
-    if (plot.main) drawEnds(plot, u);
+    if (plot.main) {
+      drawEnds(plot, u);
+      drawSights(plot, u);
+    }
   }
 
   function drawEnds(plot, u) {
-    const { ctx } = u;
-    const band = plot.chart.band;
-    ctx.save();
-    ctx.font = font(11);
-    ctx.textAlign = "left";
-    for (const line of plot.lines) {
-      const last = line.xs.length - 1;
-      if (line.series.role !== "context" || line.extra || last < 0) continue;
-      const x = u.valToPos(line.xs[last], "x", true), y = u.valToPos(line.ys[last], "y", true);
-      if (x > u.bbox.left + u.bbox.width || x < u.bbox.left || !Number.isFinite(y)) continue;
+    clipped(u, (ctx) => {
       ctx.fillStyle = css("--soft");
-      ctx.beginPath();
-      ctx.arc(x, y, 2.5 * devicePixelRatio, 0, 7);
-      ctx.fill();
-    }
-    if (band && band.result != null) {
-      const own = plot.lines.find((line) => line.series.role === "own" && !line.ghost);
-      const x = own ? u.valToPos(own.xs[own.xs.length - 1], "x", true) : NaN, y = u.valToPos(band.result, "y", true);
-      if (x <= u.bbox.left + u.bbox.width + 1) {
-        ctx.fillStyle = css("--paper");
-        ctx.strokeStyle = css("--ink");
-        ctx.lineWidth = 2 * devicePixelRatio;
+      for (const line of plot.lines) {
+        const last = line.xs.length - 1;
+        if (line.series.role !== "context" || line.extra || last < 0 || !Number.isFinite(line.ys[last])) continue;
         ctx.beginPath();
-        ctx.arc(x, y, 5 * devicePixelRatio, 0, 7);
+        ctx.arc(u.valToPos(line.xs[last], "x", true), u.valToPos(line.ys[last], "y", true), 2.5 * devicePixelRatio, 0, 7);
         ctx.fill();
-        ctx.stroke();
       }
-    }
-    ctx.restore();
+    });
   }
 
   function options(plot) {
@@ -272,10 +234,10 @@
       scales: { x: { time: false, auto: false }, y: { distr: plot.log ? 3 : 1, range: verticalRange(plot) } },
       axes: [
         { ...common, values: (_, ticks) => ticks.map(axisTick), space: state.axis === "time" ? 90 : 60, size: 28, gap: 4 },
-        { ...common, values: (_, ticks) => ticks.map((tick) => (tick == null || (plot.log && !round(tick)) ? "" : short(tick))), size: 52, gap: 4, space: 32 },
+        { ...common, values: (_, ticks) => ticks.map((tick) => (tick == null || (plot.log && !round(tick)) ? "" : short(tick))), size: 52, gap: 4, space: 32, filter: (_, splits) => splits },
       ],
       series: [{}, ...plot.lines.map((line) => ({
-        stroke: () => line.colour(), width: line.width, alpha: line.faint ? 0.45 : 1, spanGaps: false,
+        stroke: () => line.colour(), width: line.width, alpha: line.faint ? 0.45 : plot.main && !line.extra && !line.ghost ? 0.75 : 1, spanGaps: false,
         points: { show: line.xs.length < 40 && !line.extra, size: 6 },
       }))],
       hooks: {

@@ -9,20 +9,27 @@ from noonsight.atlas import charts, story
 from noonsight.atlas.graph import lay_out
 from noonsight.atlas.page import render_page, stage_link
 from noonsight.atlas.pages import predictions
-from noonsight.atlas.pages.stage import as_of
+from noonsight.atlas.pages.stage import as_of, flatten
 from noonsight.atlas.sight import sight
 from noonsight.atlas.voyage import Folder, Voyage, open_voyages
 from noonsight.logbook.record import Prediction, Verdict
 
-HEADLINES = (
-    "bits_per_byte",
-    "tokens",
-    "documents",
-    "vocabulary",
-    "duplicates",
-    "bytes_per_token",
-    "max_logit_difference",
-)
+HEADLINES = {  # fact -> what a reader calls it
+    "bits_per_byte": "bits per byte",
+    "tokens": "tokens",
+    "documents": "documents",
+    "fuzzy": "near copies",
+    "exact": "exact copies",
+    "vocab_size": "tokens in the vocabulary",
+    "bytes_per_token": "bytes per token",
+    "num_tokens.train": "tokens to train on",
+    "num_tokens.heldout": "held out",
+    "median": "predicted",
+    "width_percent": "% wide",
+    "error_percent": "% error",
+    "num_samples": "texts",
+    "receipt_passed": "receipt passed",
+}
 
 
 def collect(root: Path, *, voyages: list[Voyage] | None = None) -> dict[str, Any]:
@@ -36,13 +43,14 @@ def collect(root: Path, *, voyages: list[Voyage] | None = None) -> dict[str, Any
         if folder.status == "running"
     ]
     course = [note for voyage in voyages for note in _on_course(voyage)]
+    missed = [folder for voyage in voyages for folder in voyage.folders.values() if _missed(folder)]
     unexplained = [note for voyage in voyages for note in _unexplained(voyage)]
     if ledger["fault"] or ledger["loose"] or any(row["intact"] is False for row in ledger["rows"]):
         unexplained.append({"where": "predictions", "text": ledger["sentence"], "link": "predictions.html"})
     return {
         "schema": 1,
         "kind": "front",
-        "sentence": _sentence(voyages, running, course, unexplained),
+        "sentence": _sentence(len(voyages), len(running), len(course), len(missed), len(unexplained)),
         "running": running,
         "on_course": course,
         "unexplained": unexplained,
@@ -108,7 +116,10 @@ def _outcome(prediction: Prediction, verdict: Verdict | None) -> str:
 
 
 def _line(voyage: Voyage, folder: Folder) -> dict[str, Any]:
-    facts = [(name, folder.facts[name]) for name in HEADLINES if isinstance(folder.facts.get(name), (int, float))][:3]
+    values = dict(flatten(folder.facts))
+    facts = [(words, values[name]) for name, words in HEADLINES.items() if isinstance(values.get(name), (int, float))][
+        :3
+    ]
     return {
         "stage": folder.address,
         "name": folder.address.split("@")[0],
@@ -154,7 +165,7 @@ def _unexplained(voyage: Voyage) -> list[dict[str, str]]:
             texts.append("was interrupted and has not gone on")
         if folder.verdict and not folder.verdict.comparable:
             texts.append(f"cannot be compared with its prediction: {folder.verdict.reason}")
-        elif folder.verdict and not folder.verdict.inside:
+        elif _missed(folder):
             texts.append(folder.verdict.sentence)
         lights = folder.tables["health"].records() if "health" in folder.tables else []
         texts += [f"{row.get('name')} is red: {row.get('rule')}" for row in lights if row.get("state") == "red"]
@@ -164,18 +175,18 @@ def _unexplained(voyage: Voyage) -> list[dict[str, str]]:
     return notes
 
 
-def _sentence(voyages: list[Voyage], running: list[Any], course: list[Any], unexplained: list[Any]) -> str:
+def _missed(folder: Folder) -> bool:
+    return bool(folder.verdict and folder.verdict.comparable and not folder.verdict.inside)
+
+
+def _sentence(voyages: int, running: int, met: int, missed: int, unexplained: int) -> str:
     if not voyages:
         return "Nothing has sailed yet."
-    met, open_questions = len(course), len(unexplained)
-    parts = [
-        f"{story.spelled(len(voyages))} {'voyage' if len(voyages) == 1 else 'voyages'}",
-        f"{story.spelled(len(running))} running" if running else "nothing running",
-        f"{story.spelled(met)} {'prediction' if met == 1 else 'predictions'} met"
-        if course
-        else "no prediction met yet",
-        f"{story.spelled(open_questions)} left unexplained" if unexplained else "nothing unexplained",
-    ]
+    parts = [story.counted(voyages, "voyage"), f"{story.spelled(running)} running" if running else "nothing running"]
+    parts += [f"{story.counted(met, 'prediction')} met"] if met else []
+    parts += [f"{story.counted(missed, 'prediction')} missed"] if missed else []
+    parts += ["no prediction scored yet"] if not met and not missed else []
+    parts.append(f"{story.spelled(unexplained)} to explain" if unexplained else "nothing unexplained")
     text = ", ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 

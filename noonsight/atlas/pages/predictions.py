@@ -105,15 +105,18 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _sentence(rows: list[dict[str, Any]], fault: str | None, loose: list[str]) -> str:
     if fault:
         return f"The chain is broken: {fault}"
-    if not rows:
+    if not rows and not loose:
         return "No prediction has been frozen yet."
     summary = _summary(rows)
-    text = f"{story.plural(summary['made'], 'prediction')} frozen, {summary['scored']} scored"
+    scored = story.spelled(summary["scored"]) if summary["scored"] else "none"
+    text = f"{story.counted(summary['made'], 'prediction')} frozen, {scored} scored"
     if summary["counted"]:
-        text += f", {summary['inside']} of {summary['counted']} inside the 90 % interval"
+        inside, counted = story.spelled(summary["inside"]), story.spelled(summary["counted"])
+        text += f", {inside} of {counted} inside the 90 % interval"
+    text = text[0].upper() + text[1:]
     changed = sum(row["intact"] is False for row in rows)
     if changed:
-        return f"{text}; {story.plural(changed, 'prediction')} no longer matches its hash."
+        return f"{text}; {story.counted(changed, 'prediction')} changed since it was hashed."
     if loose:
-        return f"{text}; {story.plural(len(loose), 'prediction')} missing from the chain."
+        return f"{text}; {story.counted(len(loose), 'prediction')} missing from the chain."
     return f"{text}; the chain of hashes holds."

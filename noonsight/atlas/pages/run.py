@@ -13,7 +13,10 @@ from noonsight.atlas.page import render_page
 from noonsight.atlas.pages import stage as stage_page
 from noonsight.atlas.sight import sight
 from noonsight.atlas.voyage import Folder, Table, Voyage, open_voyage
+from noonsight.logbook.record import Prediction
 
+ROUTINE = ("params-hash", "checkpoint")  # written by the clock; told in one line, listed on demand
+HEALTH = {"name", "rule", "state", "value"}
 STATES = {"green": ("●", "good"), "amber": ("◆", "watch"), "red": ("▲", "bad")}
 
 
@@ -24,7 +27,7 @@ def collect(root: Path, *, experiment: str, stage: str, voyage: Voyage | None = 
     prediction = voyage.prediction_for(folder)
     verdict = voyage.verdict_for(prediction)
     data = stage_page.describe(voyage, folder)
-    drawn = _charts(voyage, folder, prediction, verdict)
+    drawn = _charts(voyage, folder, prediction)
     return {
         **data,
         "kind": "run",
@@ -34,12 +37,16 @@ def collect(root: Path, *, experiment: str, stage: str, voyage: Voyage | None = 
         "prediction": msgspec.to_builtins(prediction) if prediction else None,
         "verdict": msgspec.to_builtins(verdict) if verdict else None,
         "incidents": charts.incidents(folder),
+        "routine": [event for event in data["events"] if event["kind"] in ROUTINE],
+        "events": [event for event in data["events"] if event["kind"] not in ROUTINE],
         "health": _health(folder),
         "flow": _flow(voyage, stage),
         "evaluation": _evaluation(voyage, stage),
         "samples": _samples(voyage, stage),
         "proofs": _proofs(voyage, stage),
-        "tables": [table for table in data["tables"] if table["name"] not in ("health", "samples")],
+        "tables": [
+            table for table in data["tables"] if not HEALTH <= set(table["columns"]) and table["name"] != "samples"
+        ],
         "charts": drawn,
         "groups": _groups(drawn["charts"]),
     }
@@ -50,16 +57,23 @@ def render(data: dict[str, Any]) -> str:
     return render_page("run.html", data)
 
 
-def _charts(voyage: Voyage, folder: Folder, prediction: Any, verdict: Any) -> dict[str, Any]:
-    found = charts.collect_charts(voyage, folder)
-    main, axes = charts.loss_chart(voyage, folder, prediction, verdict)
+def _charts(voyage: Voyage, folder: Folder, prediction: Prediction | None) -> dict[str, Any]:
+    lines = charts.read_lines(folder)
+    context = [voyage.folders[name] for name in (prediction.inputs if prediction else ()) if name in voyage.folders]
+    others = [charts.read_lines(other) for other in context]
+    maker = next((other for other in voyage.folders.values() if prediction and other.prediction == prediction), None)
+    main = charts.course_chart(lines, others, maker.tables.get("band") if maker else None)
     marks = [
         {"step": item["step"], "planned": item["planned"], "text": _mark(item)}
         for item in charts.incidents(folder)
         if item["step"] is not None
     ]
-    drawn = ([main] if main else []) + found["charts"]
-    return {"run": folder.address, "charts": drawn, "axes": {**found["axes"], **axes}, "marks": marks}
+    return {
+        "run": folder.address,
+        "charts": ([main] if main else []) + charts.panel_charts(lines),
+        "axes": {item.run: item.axes for item in [lines, *others]},
+        "marks": marks,
+    }
 
 
 def _groups(drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -90,7 +104,7 @@ def _figures(folder: Folder) -> list[tuple[str, str]]:
         ("tokens per second", story.number(float(facts["tokens_per_s"]), 4) if facts.get("tokens_per_s") else None),
         ("active parameters", story.compact(facts["active_parameters"]) if facts.get("active_parameters") else None),
         ("FLOPs", story.compact(facts["train_flops"]) if facts.get("train_flops") else None),
-        ("time", story.duration(facts.get("seconds") or (folder.run.seconds if folder.run else None))),
+        ("time", story.duration(folder.run.seconds if folder.run else None)),
     ]
     return [(name, text) for name, text in wanted if text]
 
@@ -98,7 +112,8 @@ def _figures(folder: Folder) -> list[tuple[str, str]]:
 def _health(folder: Folder) -> dict[str, Any]:
     """The lights of the health table (columns name, rule, state, value), and what the sentinels reported on the way."""
     rows = []
-    for row in folder.tables.get("health", Table()).records():
+    table = folder.tables.get("health", Table())
+    for row in table.records() if HEALTH <= set(table.columns) else ():
         glyph, word = STATES.get(str(row.get("state")), ("○", "unknown"))
         rows.append(
             {**{key: row.get(key, "") for key in ("name", "rule", "value", "state")}, "glyph": glyph, "word": word}
@@ -109,53 +124,57 @@ def _health(folder: Folder) -> dict[str, Any]:
 
 
 def _flow(voyage: Voyage, stage: str) -> dict[str, Any] | None:
-    """How many documents and bytes of each source were left after each stage of curation: the tables of `select`."""
-    folder = _nearest(voyage, stage, "select")
-    if folder is None or not folder.tables:
+    """Documents and bytes of each source, from what came in to what trains: the tables of the stage `select`."""
+    addresses = [address for address in voyage.ancestors(stage) if address.split("@")[0] == "select"]
+    if not addresses or not (folder := voyage.folders[addresses[0]]).tables:
         return None
     river = _river(folder.tables["flow"]) if "flow" in folder.tables else None
-    others = [stage_page.table(folder, name) for name in folder.tables if name != "flow" or river is None]
-    return {"stage": folder.address, "river": river, "tables": others}
+    shown = [name for name in folder.tables if name == "reasons" or (name == "flow" and river is None)]
+    return {"stage": folder.address, "river": river, "tables": [stage_page.table(folder, name) for name in shown]}
 
 
 def _river(table: Table) -> dict[str, Any] | None:
-    """Table with columns stage, source, documents, bytes -> one bar per stage, cut by source; widths in percent."""
-    if not {"stage", "source", "documents", "bytes"} <= set(table.columns):
+    """Columns source, `bytes NAME` and perhaps `documents NAME` -> one bar per NAME, cut by source; widths in percent.
+
+    NAME is a fate of the text (in, kept, heldout, dropped), in the order of the columns. None for any other table.
+    """
+    fates = [column.removeprefix("bytes ") for column in table.columns if column.startswith("bytes ")]
+    if "source" not in table.columns or not fates:
         return None
-    records = table.records()
-    stages, sources = (list(dict.fromkeys(str(row[name]) for row in records)) for name in ("stage", "source"))
-    cells = {(str(row["stage"]), str(row["source"])): row for row in records}
-    totals = {stage: sum(row["bytes"] for row in records if str(row["stage"]) == stage) for stage in stages}
-    most = max(totals.values(), default=0) or 1
+    rows = table.records()
+    most = max((sum(row[f"bytes {fate}"] for row in rows) for fate in fates), default=0) or 1
 
-    def part(stage: str, source: str) -> dict[str, Any]:
-        row = cells.get((stage, source), {"documents": 0, "bytes": 0})
-        return {"documents": row["documents"], "bytes": row["bytes"], "width": round(100 * row["bytes"] / most, 3)}
+    def part(row: dict[str, Any], fate: str) -> dict[str, Any]:
+        size = row[f"bytes {fate}"]
+        return {"bytes": size, "documents": row.get(f"documents {fate}"), "width": round(100 * size / most, 3)}
 
-    bars = [
-        {
-            "stage": stage,
-            "parts": [part(stage, source) for source in sources],
-            "documents": sum(row["documents"] for row in records if str(row["stage"]) == stage),
-            "bytes": totals[stage],
-        }
-        for stage in stages
-    ]
-    return {"title": table.title, "text": table.text, "sources": sources, "bars": bars}
+    bars = [{"fate": fate, "parts": [part(row, fate) for row in rows]} for fate in fates]
+    for bar in bars:
+        counts = [item["documents"] for item in bar["parts"] if item["documents"] is not None]
+        bar |= {"bytes": sum(item["bytes"] for item in bar["parts"]), "documents": sum(counts) if counts else None}
+    return {"title": table.title, "text": table.text, "sources": [str(row["source"]) for row in rows], "bars": bars}
 
 
 def _evaluation(voyage: Voyage, stage: str) -> dict[str, Any] | None:
-    """Bits per byte by domain, the hardest first: facts of an evaluation made from this run."""
+    """Bits per byte by domain, the hardest first: the facts of an evaluation made from this run, with its errors."""
     for folder in _made_from(voyage, stage):
         domains = folder.facts.get("by_domain")
-        if isinstance(domains, dict) and domains:
-            highest = max(domains.values())
-            rows = [
-                {"name": name, "value": value, "width": round(100 * value / highest, 2)}
-                for name, value in sorted(domains.items(), key=lambda pair: -pair[1])
-            ]
-            micro, macro = folder.facts.get("bits_per_byte"), folder.facts.get("macro")
-            return {"stage": folder.address, "rows": rows, "micro": micro, "macro": macro}
+        if not isinstance(domains, dict) or not domains:
+            continue
+        details = {row.get("domain"): row for row in folder.tables.get("by_domain", Table()).records()}
+        highest = max(domains.values())
+        rows = [
+            {
+                "name": name,
+                "value": value,
+                "width": round(100 * value / highest, 2),
+                "error": details.get(name, {}).get("standard error"),
+                "documents": details.get(name, {}).get("documents"),
+            }
+            for name, value in sorted(domains.items(), key=lambda pair: -pair[1])
+        ]
+        micro, macro = folder.facts.get("bits_per_byte"), folder.facts.get("macro")
+        return {"stage": folder.address, "rows": rows, "micro": micro, "macro": macro}
     return None
 
 
@@ -194,8 +213,3 @@ def _made_from(voyage: Voyage, stage: str) -> list[Folder]:
         if stage in (above := voyage.ancestors(address))
         and not any(voyage.folders[item].is_training for item in above[: above.index(stage)])
     ]
-
-
-def _nearest(voyage: Voyage, stage: str, name: str) -> Folder | None:
-    addresses = [address for address in voyage.ancestors(stage) if address.split("@")[0] == name]
-    return voyage.folders[addresses[0]] if addresses else None

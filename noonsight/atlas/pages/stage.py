@@ -39,13 +39,13 @@ def describe(voyage: Voyage, folder: Folder) -> dict[str, Any]:
         "seconds": run.seconds if run else None,
         "started_at": run.started_at if run else None,
         "ended_at": run.ended_at if run else None,
-        "facts": flatten(run.facts) if run else [],
+        "facts": outline(run.facts) if run else [],
         "tables": [table(folder, name) for name in folder.tables],
         "receipts": [{"name": name, **_plain(receipt)} for name, receipt in folder.receipts.items()],
         "events": [_plain(event) for event in folder.events],
         "lineage": lineage(voyage, folder),
         "identity": _identity(folder),
-        "config": flatten(run.config) if run else [],
+        "config": outline(run.config) if run else [],
         "files": [{"path": path, **about} for path, about in sorted(run.files.items())] if run else [],
         "code": sorted(run.code.items()) if run else [],
         "machine": flatten(run.machine) if run else [],
@@ -87,6 +87,14 @@ def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         return [(prefix, ", ".join(story.exact(item) for item in value) if value else "none")]
     return [(prefix, value if value != {} else "none")]
+
+
+def outline(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Plain values first, under no title, then one titled group for each nested one; a page folds the long groups."""
+    plain = {name: value for name, value in values.items() if not isinstance(value, dict) or not value}
+    nested = {name: value for name, value in values.items() if name not in plain}
+    groups = [{"title": "", "rows": flatten(plain)}] if plain else []
+    return groups + [{"title": name, "rows": flatten(value)} for name, value in nested.items()]
 
 
 def as_of(folders: list[Folder]) -> str | None:
