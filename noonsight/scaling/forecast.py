@@ -268,8 +268,8 @@ def _forecast_table(prediction: Prediction) -> dict[str, Any]:
 def _band_table(config: ForecastConfig, band) -> dict[str, Any]:
     return {
         "title": "The band of the training loss",
-        "columns": ["progress", "step_tokens", "low", "median", "high"],
-        "rows": [[end, end * config.tokens, low, middle, high] for end, low, middle, high in band],
+        "columns": ["progress", "step_tokens", "low", "median", "high", "window"],
+        "rows": [[end, end * config.tokens, low, middle, high, BAND_WINDOW] for end, low, middle, high in band],
         "text": "90 % band for the training loss averaged over the 15 % of the run before `progress`, from "
         "the rungs' own curves at equal progress. A single step's loss scatters more widely.",
     }
