@@ -155,7 +155,7 @@ def test_the_stage_freezes_chains_and_shows_its_forecast(voyage):
     assert prediction.method["calibration"] == backtest.load_calibration().digest
     assert set(prediction.inputs.values()) == {rung.name for rung in RUNGS}
     band = json.loads((out / "tables" / "band.json").read_bytes())["rows"]
-    assert band[-1][0] == 1.0 and all(low < middle < high for _, _, low, middle, high in band)
+    assert band[-1][0] == 1.0 and all(low < middle < high for _, _, low, middle, high, _ in band)
     assert band[0][3] > band[-1][3]
     assert band[0][0] * min(r.num_steps for r in RUNGS) >= 50
     json.loads((out / "tables" / "rungs.json").read_bytes())
