@@ -38,7 +38,7 @@ class Panel:
 
 
 PANELS = (
-    Panel(id="heldout", section="Learning", title="Held-out text", names=("eval/bits_per_byte", "eval/bits_per_byte_macro", "eval/bits_per_byte/")),
+    Panel(id="heldout", section="Learning", title="Held-out text", names=("eval/bits_per_byte", "eval/bits_per_byte_sample", "eval/bits_per_byte_macro", "eval/bits_per_byte/")),
     Panel(id="heldout-loss", section="Learning", title="Held-out loss", names=("eval/loss",)),
     Panel(id="loss", section="Learning", title="Training loss", names=("loss", "cross_entropy")),
     Panel(id="z", section="Learning", title="Logit penalty", names=("z_loss",)),

@@ -65,6 +65,12 @@ METRICS: Mapping[str, Metric] = Vocabulary(
             "lower",
             "Bits needed per byte of held-out text: comparable across tokenizers, and what predictions are about.",
         ),
+        _metric(
+            "eval/bits_per_byte_sample",
+            "bits/byte",
+            "lower",
+            "Bits per byte of every fourth held-out document, while the run is under way.",
+        ),
         _metric("bits_per_byte", "bits/byte", "lower", "`eval/bits_per_byte` of a finished run: what is predicted."),
         _metric("eval/bits_per_byte/", "bits/byte", "lower", "Bits per byte of held-out text of one domain."),
         _metric(
@@ -87,6 +93,9 @@ METRICS: Mapping[str, Metric] = Vocabulary(
             "ratio/update/", "1", "steady", "Size of the last change of one group relative to the size of the group."
         ),
         _metric("skipped", "steps", "lower", "1 where the step consumed its batch but changed nothing, else 0."),
+        _metric(
+            "attention/gate_mean", "1", "steady", "Mean gate on the heads' outputs, all layers; 1 where there are none."
+        ),
         # Experts
         _metric(
             "router/entropy", "nats", "higher", "Entropy of the mean load over experts; ln(experts) is perfect balance."
