@@ -39,6 +39,7 @@ from noonsight.plan.fingerprint import EXPERIMENT_MODULE, rebuild
 PARENT = "NOONSIGHT_PARENT"  # environment variable: pid of the runner
 KEPT = {"record.json", "events.jsonl", "metrics.jsonl", "progress.jsonl", "stage.json", "placement.json", "stderr.txt"}
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+ASKED_TO_STOP = 128 + signal.SIGTERM  # exit code of a function that cleaned up after the runner's request to stop
 _PR_SET_PDEATHSIG = 1
 
 
@@ -136,6 +137,8 @@ def _work(out: Path, job: Job, mine: Claim) -> int:
             raise TypeError(f"{run.function} returned {type(artifact).__name__}; a stage returns Artifact(facts=...)")
         result: dict[str, Any] = {"status": "done", "facts": artifact.facts, "files": _hash_files(out)}
     except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code == ASKED_TO_STOP:
+            raise  # the record stays "running", which reads as interrupted once this process is gone
         with contextlib.suppress(OSError):  # a full disk must not hide what failed
             (out / "error.txt").write_text(traceback.format_exc())
         if isinstance(error, OSError) and error.errno in DISK and not isinstance(error, LogbookError):
