@@ -80,7 +80,8 @@ def test_a_stage_that_cleans_up_when_asked_to_stop_did_not_fail(voyage):
     finally:
         process.kill()
     assert process.returncode == runner.INTERRUPTED
-    assert read.run(voyage.out("wait@1")).status == "interrupted"
+    run = read.run(voyage.out("wait@1"))
+    assert run.status == "interrupted" and run.error is None and run.seconds > 0
     assert not (voyage.out("wait@1") / "error.txt").exists()
 
 
