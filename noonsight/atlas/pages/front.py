@@ -18,10 +18,11 @@ HEADLINES = (
     "bits_per_byte",
     "tokens",
     "documents",
-    "vocabulary",
-    "duplicates",
+    "exact",
+    "fuzzy",
+    "vocab_size",
     "bytes_per_token",
-    "max_logit_difference",
+    "num_samples",
 )
 
 
