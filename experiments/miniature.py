@@ -5,7 +5,7 @@ Expected   Bits per byte inside the 90 % interval that was frozen before the run
 Time       About six minutes on two idle cores, without an accelerator; less than 2 GiB of memory.
 Command    noon run experiments/miniature.py
 
-Your own text: copy this file, point TEXT at a folder of plain text files (a few megabytes), run the copy.
+Your own text: copy this file, point TEXT at a folder of plain text files (six megabytes or more), run the copy.
 """
 
 from pathlib import Path
