@@ -5,7 +5,7 @@ Expected   Bits per byte inside the 90 % interval that was frozen before the run
 Time       About six minutes on two idle cores, without an accelerator; less than 2 GiB of memory.
 Command    noon run experiments/miniature.py
 
-Your own text: copy this file, point TEXT at a folder of plain text files (a megabyte or more), run the copy.
+Your own text: copy this file, point TEXT at a folder of plain text files (six megabytes or more), run the copy.
 """
 
 from pathlib import Path
@@ -39,8 +39,11 @@ BETA2 = 0.98  # declared: the transfer rule would clamp it at this batch size
 PROMPTS = ("HAMLET.\nThe king", "A hacker is", "SQLite opens the")
 
 
-def experiment(name: str = "miniature", seed: int = 0) -> Experiment:
-    """The graph. Another seed changes initial weights and the order of the data, everywhere."""
+def experiment(name: str = Path(__file__).stem, seed: int = 0) -> Experiment:
+    """The graph, named like this file, so that a copy has results of its own.
+
+    Another seed changes initial weights and the order of the data, everywhere.
+    """
     corpus = curate(text_folders(TEXT, kinds=KINDS), vocab_size=VOCABULARY)
     rungs = [
         pretrain(

@@ -11,7 +11,15 @@ from typing import Any
 
 from noonsight.logbook.record import Event, Prediction, Progress, Run, Verdict
 
-UNITS = {"bits_per_byte": "bits per byte", "nats_per_token": "nats per token", "tokens_per_s": "tokens/s"}
+UNITS = {
+    "bits_per_byte": "bits per byte",
+    "nats_per_token": "nats per token",
+    "tokens_per_s": "tokens/s",
+    "exact": "exact copies",
+    "fuzzy": "near copies",
+    "vocab_size": "tokens in the vocabulary",
+    "num_samples": "samples",
+}
 
 
 def number(value: Any, digits: int = 4) -> str:

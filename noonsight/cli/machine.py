@@ -40,7 +40,8 @@ def _findings(root: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(nearest).free / 2**30
     yield free >= 2, f"{free:.1f} GiB free at {root}", "Free some space, or choose another folder with --root"
     writable = os.access(nearest, os.W_OK) and (nearest != root.absolute().parent or not root.exists())
-    yield writable, f"{root} can be written", "It cannot: choose another folder with --root, or change its permissions"
+    found = f"{root} {'can' if writable else 'cannot'} be written"
+    yield writable, found, "Choose another folder with --root, or change its permissions"
     yield _huge_pages()
     for package in ("jax", "optax", "numpy", "msgspec", "tokenizers", "pyarrow", "duckdb", "safetensors"):
         try:

@@ -179,7 +179,7 @@ def _check_losses(books: Mapping[str, Mapping[str, Mapping[str, int]]], config: 
             raise ValueError(
                 f"source {source!r} would lose {share:.0%} of its bytes (limit {config.max_loss_share:.0%}): "
                 f"{reasons}. Look at the source; then loosen the rule that is wrong about it, "
-                "or raise SelectConfig.max_loss_share."
+                "or give curate(..., selection=SelectConfig(max_loss_share=...)) a higher limit."
             )
     if not any("kept" in book for book in books.values()):
         raise ValueError("no document is left to train on. Add text, or loosen the rules that dropped it.")

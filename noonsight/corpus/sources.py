@@ -99,8 +99,8 @@ def collect(config: CollectConfig, inputs: Mapping[str, Path], out: Path) -> Art
                 skipped.append((source.name, file.path, problem, file.num_bytes))
             else:
                 raise ValueError(
-                    f"source {source.name!r}: {root / file.path} is {problem}. Remove or convert the file, or set "
-                    'CollectConfig(on_bad="skip") to leave such files out and count them.'
+                    f"source {source.name!r}: {root / file.path} is {problem}. Remove or convert the file, or say "
+                    'curate(..., on_bad="skip") in the experiment file to leave such files out and count them.'
                 )
     if not rows:
         raise ValueError(f"no document in {len(config.sources)} sources: all files are empty or skipped. Add text.")

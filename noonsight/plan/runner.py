@@ -40,8 +40,9 @@ class _Stopped(BaseException):
 def load_experiment(path: Path) -> Experiment:
     """The `Experiment` that the file at `path` describes. Raises ValueError with the file's own line when it cannot."""
     path = Path(path)
-    if not path.is_file():
-        near = sorted(str(each) for each in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    if not path.is_file() or path.suffix != ".py":
+        folder = path if path.is_dir() else path.parent
+        near = sorted(str(each) for each in folder.glob("*.py") if each.is_file())
         hint = f"Files there: {', '.join(near[:8])}." if near else "Give the path of an experiment file."
         raise ValueError(f"no experiment file at {path}. {hint}")
     try:
@@ -144,7 +145,12 @@ class _Voyage:
         for address, reasons in list((causes or moved).items())[:12]:
             for reason in reasons[:5]:
                 self.screen.say(f"  {address}  {reason}")
-        self.screen.say(f"Give such a stage a new version, or remove its folder below {_shown(self.folder)}.")
+        if causes and (users := [address for address in moved if address not in causes]):
+            self.screen.say(f"  and what was made from them: {', '.join(users)}")
+        self.screen.say(
+            f"Give such stages a new version, remove their folders below {_shown(self.folder)}, "
+            "or give the experiment another name."
+        )
         if any(reason.startswith("code ") for reasons in moved.values() for reason in reasons):
             self.screen.say("Where new code changes no result: --accept-code keeps the result and records that.")
         return MOVED

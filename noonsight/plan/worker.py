@@ -1,7 +1,7 @@
 """The process in which one stage runs: `python -m noonsight.plan.worker OUT`.
 
 It owns the folder (claim `stage`), loads function and config by name from `stage.json`, calls the function and writes
-`record.json`: running, then done or failed. Whatever it leaves is hashed.
+`record.json`: running, then done, failed or interrupted. Whatever it leaves is hashed.
 
 Nothing outlives it. The kernel kills it when its parent dies (Linux), and a guard process in its group, which can
 neither be blocked by a long computation nor by a lock of the interpreter, kills the whole group when either the worker
@@ -39,6 +39,7 @@ from noonsight.plan.fingerprint import EXPERIMENT_MODULE, rebuild
 PARENT = "NOONSIGHT_PARENT"  # environment variable: pid of the runner
 KEPT = {"record.json", "events.jsonl", "metrics.jsonl", "progress.jsonl", "stage.json", "placement.json", "stderr.txt"}
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+ASKED_TO_STOP = 128 + signal.SIGTERM  # exit code of a function that cleaned up after the runner's request to stop
 _PR_SET_PDEATHSIG = 1
 
 
@@ -136,18 +137,26 @@ def _work(out: Path, job: Job, mine: Claim) -> int:
             raise TypeError(f"{run.function} returned {type(artifact).__name__}; a stage returns Artifact(facts=...)")
         result: dict[str, Any] = {"status": "done", "facts": artifact.facts, "files": _hash_files(out)}
     except (Exception, SystemExit) as error:
-        with contextlib.suppress(OSError):  # a full disk must not hide what failed
-            (out / "error.txt").write_text(traceback.format_exc())
-        if isinstance(error, OSError) and error.errno in DISK and not isinstance(error, LogbookError):
-            error = refusal("write", error.filename or out, error)
-        kind = type(error).__name__
-        message = str(error) if isinstance(error, LogbookError) else f"{kind}: {error}" if str(error) else kind
-        result = {"status": "failed", "error": message}
-        writer.event("failed", message)
+        result = _ending(error, out, writer)
     seconds = round(before_s + time.monotonic() - start, 3)
     run = msgspec.structs.replace(run, ended_at=record.now(), seconds=seconds, **result)
     writer.record(run)
     return 0 if run.status == "done" else 1
+
+
+def _ending(error: BaseException, out: Path, writer: Writer) -> dict[str, Any]:
+    """What the record says of a function that did not return: interrupted when it was asked to stop, else failed."""
+    if isinstance(error, SystemExit) and error.code == ASKED_TO_STOP:
+        writer.event("interrupted", "Stopped because the runner asked for it.")
+        return {"status": "interrupted"}
+    with contextlib.suppress(OSError):  # a full disk must not hide what failed
+        (out / "error.txt").write_text(traceback.format_exc())
+    if isinstance(error, OSError) and error.errno in DISK and not isinstance(error, LogbookError):
+        error = refusal("write", error.filename or out, error)
+    kind = type(error).__name__
+    message = str(error) if isinstance(error, LogbookError) else f"{kind}: {error}" if str(error) else kind
+    writer.event("failed", message)
+    return {"status": "failed", "error": message}
 
 
 def _seconds_before(out: Path, old: record.Run | None) -> float:

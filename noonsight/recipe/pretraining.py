@@ -53,7 +53,8 @@ def load_run(folder: Path, checkpoint: str | None = None) -> tuple[PretrainConfi
 
     record = read.run(folder)
     if record is None or record.status != "done" or "checkpoint" not in record.facts:
-        state = "has no record" if record is None else f"is {record.status}"
+        stopped = record is not None and record.status != "done"
+        state = "has no record" if record is None else f"is {record.status}" if stopped else "trained no model"
         raise ValueError(
             f"{folder} is not a finished training run (it {state}). Give the folder of a run that is done."
         )

@@ -151,6 +151,8 @@ def test_prune_lists_first_and_never_touches_what_is_cited(root, capsys):
 
 WRONG = {
     "missing file": (["run", "absent.py"], 2, "no experiment file at absent.py. Files there: bare.py"),
+    "a folder": (["run", "."], 2, "no experiment file at .. Files there: bare.py"),
+    "not Python": (["run", "notes.md"], 2, "no experiment file at notes.md. Files there: bare.py"),
     "no experiment()": (["run", "bare.py"], 2, "bare.py defines no function experiment()"),
     "raises": (["run", "raises.py"], 2, "raises.py, line 3: return 1 / 0\n  ZeroDivisionError: division by zero"),
     "exits": (["run", "exits.py"], 2, "exits.py, line 1: raise SystemExit('no')"),
@@ -178,6 +180,7 @@ def test_wrong_use_is_one_message(root, monkeypatch, capsys, case):
     folder = root.parent
     monkeypatch.chdir(folder)
     (folder / "bare.py").write_text("x = 1\n")
+    (folder / "notes.md").write_text("# Notes\n")
     (folder / "raises.py").write_text("def experiment():\n    x = 1\n    return 1 / 0\n")
     (folder / "exits.py").write_text("raise SystemExit('no')\n")
     (folder / "returns.py").write_text("def experiment():\n    return 3\n")
@@ -235,4 +238,4 @@ def test_doctor_says_what_to_do(tmp_path, capsys):
     assert "ok    Python 3." in said and "huge pages" in said and "jax " in said
     (tmp_path / "file").write_text("x")
     assert noon(["doctor", "--root", str(tmp_path / "file")]) == 1
-    assert "choose another folder with --root" in capsys.readouterr().out
+    assert "Choose another folder with --root" in capsys.readouterr().out

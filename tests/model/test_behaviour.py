@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from noonsight.logbook.vocabulary import METRICS
 from noonsight.model import layout
 from noonsight.model.config import ModelConfig, delphi, marin_8b
 from noonsight.model.decode import decode_step, init_cache, prefill
@@ -173,6 +174,7 @@ def test_metrics():
     assert metrics["router/bias_min"] < 0 < metrics["router/bias_max"]
     assert metrics["router/drop_rate"] == 0
     assert 0 < metrics["attention/gate_mean"] < 2
+    assert [name for name in metrics if name not in METRICS] == []
 
 
 def test_evaluation_routes_with_the_pending_bias():

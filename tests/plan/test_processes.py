@@ -66,6 +66,25 @@ def test_a_stop_is_one_sentence_and_leaves_nothing(under_way, kind):
     assert read.run(voyage.out("wait@1")).status == "interrupted"
 
 
+def test_a_stage_that_cleans_up_when_asked_to_stop_did_not_fail(voyage):
+    """As the supervisor of training does: it turns the request into SystemExit, to end its worker in order."""
+    voyage.edit("import time\n", "import time\nimport signal, sys\n")
+    asked = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))"
+    voyage.edit("    child = subprocess", f"    {asked}\n    child = subprocess")
+    voyage.add(WAIT)
+    process = voyage.start()
+    try:
+        voyage.pids()
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == runner.INTERRUPTED
+    run = read.run(voyage.out("wait@1"))
+    assert run.status == "interrupted" and run.error is None and run.seconds > 0
+    assert not (voyage.out("wait@1") / "error.txt").exists()
+
+
 def test_a_second_runner_is_refused_and_the_first_goes_on(under_way):
     voyage, process, pids = under_way
     with pytest.raises(runner.Held, match=f"process {process.pid} on "):

@@ -48,6 +48,14 @@ def test_what_moved_is_named_and_nothing_runs(voyage, old, new, named):
     assert files(voyage) == before and voyage.pages == 1
 
 
+def test_results_made_from_what_moved_are_named_too(voyage):
+    voyage.run()
+    voyage.edit("function=number, config=Config()", "function=number, config=Config(value=5)")
+    code, said = voyage.run()
+    assert code == runner.MOVED and "number@1  config.value: 2 -> 5" in said
+    assert "and what was made from them: double@1" in said
+
+
 def test_code_beside_the_experiment_is_seen_and_unreached_code_is_not(voyage):
     voyage.run()
     voyage.edit("nobody's business", "still nobody's")
@@ -55,7 +63,7 @@ def test_code_beside_the_experiment_is_seen_and_unreached_code_is_not(voyage):
     assert voyage.run()[0] == runner.DONE
     voyage.edit("* 3", "* 3 + 0", "beside.py")
     code, said = voyage.run()
-    assert code == runner.MOVED and "number@1  code beside.py changed" in said and "double@1" not in said
+    assert code == runner.MOVED and "number@1  code beside.py changed" in said and "double@1  " not in said
 
 
 def test_accepted_code_is_recorded_kept_and_settles_its_users(voyage):
