@@ -38,7 +38,8 @@ class Panel:
 
 
 PANELS = (
-    Panel(id="heldout", section="Learning", title="Held-out text", names=("eval/bits_per_byte", "eval/bits_per_byte_sample", "eval/bits_per_byte_macro", "eval/bits_per_byte/")),
+    Panel(id="heldout", section="Learning", title="Held-out text", names=("eval/bits_per_byte", "eval/bits_per_byte_macro", "eval/bits_per_byte/")),
+    Panel(id="heldout-sample", section="Learning", title="Held-out sample", names=("eval/bits_per_byte_sample",)),
     Panel(id="heldout-loss", section="Learning", title="Held-out loss", names=("eval/loss",)),
     Panel(id="loss", section="Learning", title="Training loss", names=("loss", "cross_entropy")),
     Panel(id="z", section="Learning", title="Logit penalty", names=("z_loss",)),
@@ -49,6 +50,7 @@ PANELS = (
     Panel(id="update", section="Optimiser", title="Update norms", names=("norm/update/",), log=True),
     Panel(id="ratio", section="Optimiser", title="Update over parameter", names=("ratio/update/",), log=True),
     Panel(id="skipped", section="Optimiser", title="Skipped steps", names=("skipped",)),
+    Panel(id="gate", section="Attention", title="Gate on the heads", names=("attention/gate_mean",)),
     Panel(id="load", section="Experts", title="Expert load over its mean", names=("router/load_",)),
     Panel(id="entropy", section="Experts", title="Router entropy", names=("router/entropy", "router/entropy/")),
     Panel(id="drop", section="Experts", title="Dropped assignments", names=("router/drop_rate",)),
