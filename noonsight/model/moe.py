@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from noonsight.model.config import ModelConfig
@@ -44,7 +45,7 @@ class RouterStatistics(NamedTuple):
     drop_rate: Float[Array, ""]
 
 
-def effective_bias(pending_beta: Float[Array, "*L E"]) -> Float[Array, "*L E"]:
+def effective_bias(pending_beta: Float[Array | np.ndarray, "*L E"]) -> Float[Array, "*L E"]:
     """The bias that balances: minus the pending quantile, centred over the experts of each layer."""
     return -pending_beta - jnp.mean(-pending_beta, axis=-1, keepdims=True)
 

@@ -126,6 +126,7 @@ def _work(out: Path, owned: Claim, placement: Placement) -> Artifact:
         "bits_per_byte": artifact.facts["eval"]["eval/bits_per_byte"],
         "active_parameters": counts.active_parameters,
         "total_parameters": counts.total_parameters,
+        "unique_tokens": store.manifest.splits["train"].num_tokens,
         "heldout_digest": store.manifest.files["heldout.bin"].xxh3,
     }
     return Artifact(facts=artifact.facts | more)

@@ -7,7 +7,7 @@ a change is `dataclasses.replace` on a config or another argument in the experim
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from noonsight.model.count import count
 from noonsight.plan.stage import Experiment, Function, Stage
 from noonsight.recipe import measuring, pretraining, publishing
 from noonsight.scaling import forecast as forecasting
-from noonsight.scaling import register, transfer
+from noonsight.scaling import ladder, register, transfer
 from noonsight.scaling.ladder import Rung
 from noonsight.tokens import mixture, store, tokenizer
 from noonsight.train.config import OptimizerConfig, PretrainConfig
@@ -211,7 +211,23 @@ def pretrain(
 def forecast(
     rungs: Sequence[Stage], target: Rung, model: ModelConfig, *, version: str = "1", target_version: str = "1"
 ) -> Stage:
-    """The frozen forecast of the target's bits per byte, from finished rungs. `model` is the target's."""
+    """The frozen forecast of the target's bits per byte, from finished rungs. `model` is the target's.
+
+    Raises ValueError when the ladder has too few rungs or steps, or reaches too far.
+    """
+    trained = [rung.config for rung in rungs]
+    sizes = [
+        replace(
+            target,
+            name=rung.name,
+            width=config.model.width,
+            num_layers=config.model.num_layers,
+            num_steps=config.num_steps,
+        )
+        for rung, config in zip(rungs, trained)
+    ]
+    if wrong := ladder.problems(sizes, target, declared=("beta2",)):
+        raise ValueError("this ladder cannot carry a forecast: " + "; ".join(wrong))
     counts = count(model)
     tokens = target.num_steps * target.batch_size * target.sequence_length
     config = forecasting.ForecastConfig(

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from noonsight.logbook import chain, read, write
+from noonsight.logbook.claim import claim
 from noonsight.logbook.record import Artifact, Prediction, Run, encode, now
 from noonsight.scaling import register
 from noonsight.scaling.backtest import Calibration, load_calibration
@@ -87,6 +88,10 @@ def forecast(config: ForecastConfig, inputs: Mapping[str, Path], out: Path) -> A
     write.write_atomic(out / "prediction.json", encode(prediction))
     entry = chain.append(out.parents[1] / "predictions.jsonl", prediction)
     low, high = prediction.interval
+    cautions = prediction.method["cautions"]
+    said = "; ".join([f"{prediction.median:.3f} {config.unit}, 90 % between {low:.3f} and {high:.3f}", *cautions])
+    with claim(out, "stage") as owned:
+        write.Writer(out, owned).progress(1, 1, unit="forecasts", phase="done", text=said)
     return Artifact(
         facts={
             "median": prediction.median,
@@ -94,6 +99,7 @@ def forecast(config: ForecastConfig, inputs: Mapping[str, Path], out: Path) -> A
             "width_percent": 100 * (high - low) / prediction.median,
             "hash": prediction.hash,
             "frozen_at": prediction.frozen_at,
+            "cautions": cautions,
             "chain_index": entry.index,
             "forms": posterior.forms,
             "floor": list(posterior.floor),
@@ -191,6 +197,14 @@ def _prior(config: ForecastConfig, rungs: list[FinishedRung]) -> Prior:
     return replace(config.prior, floor_share=(low, max(low, min(high, config.floor_at_most / rungs[-1].value))))
 
 
+def _cautions(config: ForecastConfig, rungs: list[FinishedRung]) -> list[str]:
+    """What the laws do not cover. A rung that does not say how much text there was is not judged."""
+    unique = [float(rung.run.facts["unique_tokens"]) for rung in rungs if "unique_tokens" in rung.run.facts]
+    if not unique or config.tokens <= min(unique):
+        return []
+    return [f"caution: {config.tokens / min(unique):.1f} passes over the text, and the laws know of one"]
+
+
 def _points(rungs: list[FinishedRung], *, losses=None, progress: float = 1.0) -> Points:
     return Points(
         parameters=np.array([rung.parameters for rung in rungs]),
@@ -228,6 +242,7 @@ def _prediction(
         regime={"tokens": config.tokens, "train_flops": config.train_flops, **shared, **dict(config.regime)},
         inputs={f"{rung.run.name}@{rung.run.version}": rung.run.fingerprint for rung in rungs},
         method={
+            "cautions": _cautions(config, rungs),
             "laws": posterior.forms,
             "prior": asdict(config.prior),
             "floor_5_50_95": list(posterior.floor),
