@@ -42,9 +42,13 @@ Kind = Literal["permanent", "temporary", "final"]
 class NoValidCheckpoint(RuntimeError):
     """Checkpoints exist, none of them verifies."""
 
+    symptom = "no-checkpoint"
+
 
 class NonFiniteState(RuntimeError):
     """A state with a NaN or an infinity was about to be kept."""
+
+    symptom = "non-finite"
 
 
 @dataclass(frozen=True, kw_only=True)

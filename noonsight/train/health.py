@@ -2,7 +2,8 @@
 
 A rule looks at the last measurements and answers with a sentence when something is wrong. It speaks once when its
 fault begins and again only after the fault has gone. Thresholds stand in the rule's text, because a page shows them:
-green (never spoke), amber (spoke), red (still speaking at the end).
+green (never spoke), amber (spoke), red (still speaking at the end), unmeasured (what it looks at was never there:
+a dense model has no experts, and silence about them is no good news).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Rule:
 
     name: str
     text: str
+    needs: str  # what it looks at: the beginning of a metric's name
     find: Callable[[Rows, PretrainConfig], str | None]
 
 
@@ -40,22 +42,36 @@ class Health:
         self._config = config
         self._rows: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._speaking: set[str] = set()
+        self._measured: set[str] = set()
 
     def look(self, step: int, values: dict[str, float]) -> list[tuple[str, str]]:
         """(rule, sentence) for every fault that begins at this step."""
         self._rows.append({**values, "step": step})
-        begun = []
+        self._measured.update(values)
+        rows, begun = list(self._rows), []
         for rule in RULES:
-            sentence = rule.find(list(self._rows), self._config)
+            sentence = rule.find(rows, self._config)
             if sentence and rule.name not in self._speaking:
                 begun.append((rule.name, sentence))
             (self._speaking.add if sentence else self._speaking.discard)(rule.name)
         return begun
 
-    @property
-    def speaking(self) -> frozenset[str]:
-        """Rules whose fault is present now."""
-        return frozenset(self._speaking)
+    def table(self, events: Sequence[Event]) -> dict[str, Any]:
+        """The rules and what they found, in the events of all attempts, as a table of the logbook."""
+        rows = []
+        for rule in RULES:
+            found = [event.step for event in events if event.kind == "sentinel" and event.cause == rule.name]
+            steps = sorted({step for step in found if step is not None})
+            seen = any(name.startswith(rule.needs) for name in self._measured)
+            state = "red" if rule.name in self._speaking else "amber" if steps else "green" if seen else "unmeasured"
+            value = f"{len(steps)} times, first at step {steps[0]}" if steps else "never" if seen else "not measured"
+            rows.append([rule.name, rule.text, state, value])
+        return {
+            "title": "Sentinels",
+            "columns": ["name", "rule", "state", "value"],
+            "rows": rows,
+            "text": "Checked after every step. Green: never broken. Amber: broken for a while. Red: broken at the end.",
+        }
 
 
 def _non_finite(rows: Rows, config: PretrainConfig) -> str | None:
@@ -100,45 +116,29 @@ def _nothing_moves(rows: Rows, config: PretrainConfig) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(name="non-finite", text="Every measurement is a finite number.", find=_non_finite),
+    Rule(name="non-finite", text="Every measurement is a finite number.", needs="", find=_non_finite),
     Rule(
         name="starved-expert",
         text=f"The idlest expert of the worst layer is not below 5 % of the mean load for {WINDOW} steps on end.",
+        needs="router/load_min_over_mean",
         find=_starved_expert,
     ),
     Rule(
         name="gradient-jump",
         text=f"The gradient norm is at most 10 times the median of the last {WINDOW} steps (told from step 20 on).",
+        needs="norm/grad",
         find=_gradient_jump,
     ),
     Rule(
         name="rate-off-schedule",
         text="The learning rate of every group equals the schedule, to 1e-5 of its peak.",
+        needs="rate/",
         find=_rate_off_schedule,
     ),
-    Rule(name="nothing-moves", text="Every group changes whenever its rate is not 0.", find=_nothing_moves),
+    Rule(
+        name="nothing-moves",
+        text="Every group changes whenever its rate is not 0.",
+        needs="ratio/update/",
+        find=_nothing_moves,
+    ),
 )
-
-
-def health_table(events: Sequence[Event], speaking: frozenset[str]) -> dict[str, Any]:
-    """The rules and what they found in all attempts, as a table of the logbook. State: green, amber (spoke), red
-    (still does).
-    """
-    rows = []
-    for rule in RULES:
-        steps = sorted(
-            {
-                event.step
-                for event in events
-                if event.kind == "sentinel" and event.cause == rule.name and event.step is not None
-            }
-        )
-        state = "red" if rule.name in speaking else "amber" if steps else "green"
-        found = f"{len(steps)} times, first at step {steps[0]}" if steps else "never"
-        rows.append([rule.name, rule.text, state, found])
-    return {
-        "title": "Sentinels",
-        "columns": ["name", "rule", "state", "value"],
-        "rows": rows,
-        "text": "Checked after every step. Green: never broken. Amber: broken for a while. Red: broken at the end.",
-    }

@@ -37,6 +37,8 @@ Evaluate = Callable[[Any, Any, int], dict[str, float]]
 class NonFinite(RuntimeError):
     """The loss or the gradient of a step is not a number. Its batch has been saved."""
 
+    symptom = "non-finite"
+
 
 def run_loop(
     state: State,

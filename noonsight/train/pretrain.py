@@ -20,7 +20,6 @@ from noonsight.logbook.record import Artifact, Placement, encode
 from noonsight.logbook.write import Writer, write_atomic
 from noonsight.train import checkpoint
 from noonsight.train.config import PretrainConfig
-from noonsight.train.health import health_table
 from noonsight.train.loop import Evaluate, Journal, StopSignal, run_loop
 from noonsight.train.optim import HERO_TABLE, Rule, make_optimizer
 from noonsight.train.recover import Faults
@@ -85,19 +84,17 @@ def pretrain(
                 faults=Faults(placement, out, writer),
                 stop=stop,
             )
+            write_table(out, "health", journal.health.table(read.events(out)))
             journal.save(config.num_steps, saver, state, "final")
             evaluated = {}
         if evaluate and not evaluated:
             evaluated = journal.evaluate(config.num_steps, evaluate, state)
-    write_table(out, "health", health_table(read.events(out), journal.health.speaking))
     journal.beat(config.num_steps, "done")
     return Artifact(facts=_facts(config, state, evaluated, optimizer.groups, out, flops_per_token))
 
 
 def initial_or_restored(init: Callable[[], State], out: Path, writer: Writer) -> State:
-    """The newest state of `out` that verifies, or a fresh one where no checkpoint was ever completed. Raises
-    NoValidCheckpoint.
-    """
+    """The newest state of `out` that verifies, or a fresh one where none was ever completed. Raises NoValidCheckpoint."""
     found = checkpoint.newest(out)
     if found is None:
         return jax.jit(init)()

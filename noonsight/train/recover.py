@@ -44,6 +44,8 @@ PARENT, FAULTS, PROGRESS = "NOONSIGHT_PARENT", "faults.jsonl", "progress.jsonl"
 class Interrupted(BaseException):
     """The process was asked to end."""
 
+    symptom = "interrupted"
+
 
 class RunStopped(RuntimeError):
     """Training ended for a reason that starting again would only repeat."""
@@ -138,8 +140,7 @@ def supervise(command: Sequence[str], out: Path, *, writer: Writer, placement: P
 def resumed_bit_identical(out: Path) -> bool | None:
     """Whether every step that ran more than once gave the same loss bits and the same parameter hash each time.
 
-    None when nothing ran twice and no kill was injected; False when one was injected but no loss or no hash can be
-    compared.
+    None when nothing ran twice and no kill was injected; False also when something did but no hash can be compared.
     """
     losses: dict[int, set[float]] = {}
     counts: dict[int, int] = {}
@@ -166,10 +167,10 @@ def resumed_bit_identical(out: Path) -> bool | None:
 
 
 def work(body: Callable[[Path, Claim, Placement], Artifact], out: Path) -> NoReturn:
-    """Be a worker: die with the parent, own `out`, run `body(out, claim, placement)`, and exit with the code of the
-    table.
+    """Be a worker: die with the parent, own `out`, run `body(out, claim, placement)`, exit with a code of the table.
 
-    What `body` returns becomes `result.json`, which the supervisor reads.
+    What `body` returns becomes `result.json`, which the supervisor reads. The exit is abrupt once that is on the disk:
+    a stuck thread of a library must keep neither a failed worker alive nor a finished one.
     """
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
@@ -180,32 +181,32 @@ def work(body: Callable[[Path, Claim, Placement], Artifact], out: Path) -> NoRet
             write_atomic(out / "result.json", encode(artifact))
     except BaseException as error:
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(exit_code(error))  # at once: a stuck thread of a library must not keep a failed worker alive
-    sys.exit(0)
+        code = exit_code(error)
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def exit_code(error: BaseException) -> int:
-    """How a worker says what ended it; 1 for what the table does not know."""
-    name = type(error).__name__
-    if name in ("NonFinite", "NonFiniteState"):
-        return SYMPTOMS["non-finite"].exit_code or 1
-    if name == "NoValidCheckpoint":
-        return SYMPTOMS["no-checkpoint"].exit_code or 1
+    """How a worker says what ended it: by the error's own `symptom`, or its kind; 1 for what the table does not know."""
+    symptom = getattr(error, "symptom", None)
     if isinstance(error, (Fenced, Held)):
-        return SYMPTOMS["fenced"].exit_code or 1
-    if isinstance(error, (Interrupted, KeyboardInterrupt)):
-        return SYMPTOMS["interrupted"].exit_code or 1
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return SYMPTOMS["disk-full"].exit_code or 1
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        return SYMPTOMS["out-of-memory"].exit_code or 1
-    return 1
+        symptom = "fenced"
+    elif isinstance(error, KeyboardInterrupt):
+        symptom = "interrupted"
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        symptom = "disk-full"
+    elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        symptom = "out-of-memory"
+    return (SYMPTOMS[symptom].exit_code if symptom else None) or 1
 
 
 def die_with_parent() -> None:
-    """End this process when its parent ends, however that happens: by the kernel where it can, by looking once a
-    second elsewhere.
+    """End this process when its parent ends, however that happens.
+
+    The kernel does it on Linux; elsewhere a thread looks once a second.
     """
     expected = int(os.environ.get(PARENT) or os.getppid())
     if sys.platform == "linux":
@@ -230,9 +231,7 @@ class Faults:
         self._struck = {(line["kind"], line["at_step"]) for line in read.lines(self._file)}
 
     def planned(self, step: int) -> bool:
-        """Whether a fault belongs to this step, in this attempt or an earlier one: its parameters are hashed, to be
-        compared.
-        """
+        """Whether a fault belongs to this step, in any attempt: its parameters are hashed each time, to be compared."""
         return any(fault.at_step == step for fault in self._faults)
 
     def strike(self, step: int) -> None:

@@ -15,7 +15,9 @@ from noonsight.train import recover
 
 
 class NonFinite(RuntimeError):
-    """Named like the loop's."""
+    """Says its symptom like the loop's."""
+
+    symptom = "non-finite"
 
 
 def play(part: str, out: Path, writer: Writer) -> Artifact:

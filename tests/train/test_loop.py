@@ -13,7 +13,7 @@ from noonsight.logbook.claim import claim
 from noonsight.logbook.record import Event, Placement
 from noonsight.logbook.vocabulary import METRICS
 from noonsight.train import checkpoint, health
-from noonsight.train.health import Health, health_table
+from noonsight.train.health import Health
 from noonsight.train.loop import NonFinite
 from noonsight.train.optim import make_optimizer
 from noonsight.train.pretrain import pretrain
@@ -69,7 +69,8 @@ def test_a_run_learns_and_writes_every_step_once(tmp_path):
     assert (last.step, last.of, last.phase) == (40, 40, "done")
     for name in metrics:
         assert METRICS[name].sentence
-    assert [row[2] for row in read.tables(tmp_path)["health"]["rows"]] == ["green"] * len(health.RULES)
+    lights = {row[0]: row[2] for row in read.tables(tmp_path)["health"]["rows"]}
+    assert lights.pop("starved-expert") == "unmeasured" and set(lights.values()) == {"green"}
 
 
 def test_run_again_when_done_changes_nothing(tmp_path):
@@ -241,10 +242,16 @@ def test_a_planted_fault_is_caught_once(rule, fault, within):
     assert sum(name == rule for _, name in found) == 1
 
 
-def test_the_table_says_green_amber_red():
-    events = [
-        Event(at="", kind="sentinel", text="", cause=rule, step=step)
-        for rule, step in (("non-finite", 3), ("gradient-jump", 9))
-    ]
-    states = {row[0]: row[2] for row in health_table(events, frozenset({"non-finite"}))["rows"]}
-    assert states["non-finite"] == "red" and states["gradient-jump"] == "amber" and states["nothing-moves"] == "green"
+def test_the_table_says_green_amber_red_and_unmeasured():
+    watcher = Health(pretrain_config(num_steps=1000))
+    dense = {name: value for name, value in clean(0).items() if not name.startswith("router/")}
+    watcher.look(0, {**dense, "loss": float("nan")})
+    events = [Event(at="", kind="sentinel", text="", cause="gradient-jump", step=9)]
+    states = {row[0]: row[2] for row in watcher.table(events)["rows"]}
+    assert states == {
+        "non-finite": "red",
+        "starved-expert": "unmeasured",
+        "gradient-jump": "amber",
+        "rate-off-schedule": "green",
+        "nothing-moves": "green",
+    }
