@@ -42,6 +42,7 @@ class RouterStatistics(NamedTuple):
     beta: Float[Array, " E"]  # the next step's pending quantile
     entropy: Float[Array, ""]  # of softmax(scores), mean over tokens, nats
     load_max_over_mean: Float[Array, ""]
+    load_min_over_mean: Float[Array, ""]
     drop_rate: Float[Array, ""]
 
 
@@ -143,4 +144,5 @@ def _statistics(
     log_p = jax.nn.log_softmax(scores)
     entropy = jnp.sum(jnp.where(valid, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), 0.0)) / num_valid
     assignments = num_valid * config.num_experts_per_token
-    return RouterStatistics(beta, entropy, load.max() / jnp.maximum(load.mean(), 1e-9), drops / assignments)
+    mean = jnp.maximum(load.mean(), 1e-9)
+    return RouterStatistics(beta, entropy, load.max() / mean, load.min() / mean, drops / assignments)

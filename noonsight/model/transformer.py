@@ -223,6 +223,7 @@ def _metrics(params: Params, statistics: LayerStatistics) -> dict[str, Array]:
     return found | {
         "router/entropy": router.entropy.mean(),
         "router/load_max_over_mean": router.load_max_over_mean.max(),
+        "router/load_min_over_mean": router.load_min_over_mean.min(),
         "router/bias_min": bias.min(),
         "router/bias_max": bias.max(),
         "router/drop_rate": router.drop_rate.mean(),

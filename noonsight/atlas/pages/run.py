@@ -17,7 +17,7 @@ from noonsight.logbook.record import Prediction
 
 ROUTINE = ("params-hash", "checkpoint")  # written by the clock; told in one line, listed on demand
 HEALTH = {"name", "rule", "state", "value"}
-STATES = {"green": ("●", "good"), "amber": ("◆", "watch"), "red": ("▲", "bad")}
+STATES = {"green": ("●", "good"), "amber": ("◆", "watch"), "red": ("▲", "bad"), "unmeasured": ("○", "not measured")}
 
 
 def collect(root: Path, *, experiment: str, stage: str, voyage: Voyage | None = None) -> dict[str, Any]:
