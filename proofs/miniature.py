@@ -26,6 +26,7 @@ NOON = str(Path(sys.executable).parent / "noon")
 SEEDS = (1, 2, 3, 4, 5)  # announced; the pilot that the ladder was designed on had seed 0
 CHAOS_SEED = SEEDS[0]
 CHAOS_KILLS_AT_S = (4.0, 25.0, 60.0, 110.0)  # after the start of each try
+HEADING = "## The miniature\n"
 EXPERIMENT = """from experiments.miniature import experiment as voyage
 
 def experiment():
@@ -45,8 +46,32 @@ def main() -> int:
         figures["summary"] = summary(figures)
     figures["minutes"] = round((time.monotonic() - started) / 60, 1)
     (HOUSE / "proofs" / "miniature.json").write_text(json.dumps(figures, indent=1) + "\n")
+    page = HOUSE / "proofs" / "README.md"
+    page.write_text(page.read_text().split(HEADING)[0] + HEADING + table(figures))
     print(json.dumps(figures["summary"], indent=1))
     return 0 if all(line["holds"] for line in figures["summary"].values()) else 1
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as Markdown, for `proofs/README.md`."""
+    machine_text = f"{figures['machine']['cpu']}, {figures['machine']['cores']} cores, Python {figures['machine']['python']}, jax {figures['machine']['jax']}"
+    lines = [
+        f"\nCommit {figures['commit']}, {figures['at']}, {machine_text}; {figures['minutes']} minutes.\n",
+        "| seed | predicted (90 %) | result | error | verdict | log score (baseline) | seconds | MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in figures["voyages"]:
+        low, high = run["interval"]
+        lines.append(
+            f"| {run['seed']} | {run['median']:.3f} ({low:.3f} to {high:.3f}) | {run['result']:.3f} | {run['error_percent']:+.2f} % "
+            f"| {run['verdict']} | {run['log_score']:.2f} ({run['log_score_baseline']:.1f}) | {run['wall_s']:.0f} | {run['peak_memory_mib']} |"
+        )
+    lines += ["", "| what must hold | measured | holds |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {line['value']} | {'yes' if line['holds'] else '**no**'} |"
+        for name, line in figures["summary"].items()
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def voyage(seed: int, root: Path) -> dict[str, Any]:

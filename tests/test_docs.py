@@ -69,3 +69,13 @@ def test_readme_commands_parse():
         verb = line.split()[1]
         done = subprocess.run([NOON, verb, "--help"], capture_output=True, text=True)
         assert done.returncode == 0, line
+
+
+def test_the_proof_on_the_page_is_the_proof_that_was_measured():
+    import json
+
+    from proofs import miniature
+
+    figures = json.loads((HOUSE / "proofs" / "miniature.json").read_text())
+    assert (HOUSE / "proofs" / "README.md").read_text().split(miniature.HEADING)[1] == miniature.table(figures)
+    assert figures["seeds"] == list(miniature.SEEDS) == [run["seed"] for run in figures["voyages"]]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lane: every page in a real browser (Debian's chromium through playwright), from file://, with axe-core. Own environment.
-# budget: 6 min
+# budget: 5 min
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lane: an exported model under the real transformers library on CPU. Own environment, nothing shared with the tests.
-# budget: 10 min
+# budget: 9 min
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

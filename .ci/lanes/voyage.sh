@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job, whole: the miniature from a clean root, then its answers are checked.
-# budget: 14 min
+# budget: 12 min
 set -euo pipefail
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT

@@ -43,7 +43,18 @@ def _findings(root: Path) -> Iterator[Finding]:
     found = f"{root} {'can' if writable else 'cannot'} be written"
     yield writable, found, "Choose another folder with --root, or change its permissions"
     yield _huge_pages()
-    for package in ("jax", "optax", "numpy", "msgspec", "tokenizers", "pyarrow", "duckdb", "safetensors"):
+    for package in (
+        "jax",
+        "numpy",
+        "scipy",
+        "scikit-learn",
+        "msgspec",
+        "xxhash",
+        "tokenizers",
+        "pyarrow",
+        "duckdb",
+        "safetensors",
+    ):
         try:
             yield True, f"{package} {importlib.metadata.version(package)}", ""
         except importlib.metadata.PackageNotFoundError:
