@@ -71,6 +71,7 @@ def table(figures: dict[str, Any]) -> str:
         f"| {name} | {line['value']} | {'yes' if line['holds'] else '**no**'} |"
         for name, line in figures["summary"].items()
     ]
+    lines += [f"\n{note}" for note in figures.get("notes", [])]
     return "\n".join(lines) + "\n"
 
 

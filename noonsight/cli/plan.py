@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 VOYAGES = Path("voyages")
+COLUMNS = 100  # no line is wider, unless one path alone is
 
 
 def run(file: Path, *, root: Path = VOYAGES, accept_code: bool = False) -> int:
@@ -19,7 +20,8 @@ def run(file: Path, *, root: Path = VOYAGES, accept_code: bool = False) -> int:
     accept_code
         Keep results although the code that made them moved, and record that decision.
     """
-    print(f"noon run {file}: results in {root}", flush=True)
+    line = f"noon run {file}: results in {root}"
+    print(line if len(line) <= COLUMNS else line.replace(": results in ", "\nresults in "), flush=True)
     from noonsight.plan.runner import run_experiment
 
     code = run_experiment(file, root, accept_code=accept_code, after=_render)

@@ -239,3 +239,11 @@ def test_doctor_says_what_to_do(tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     assert noon(["doctor", "--root", str(tmp_path / "file")]) == 1
     assert "Choose another folder with --root" in capsys.readouterr().out
+
+
+def test_no_line_of_a_run_is_wide_even_under_long_paths(tmp_path, capsys):
+    deep = tmp_path / ("a" * 30) / ("b" * 30)
+    deep.mkdir(parents=True)
+    noon(["run", str(deep / "missing.py"), "--root", str(deep / "voyages")])
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == f"noon run {deep / 'missing.py'}" and second == f"results in {deep / 'voyages'}"
