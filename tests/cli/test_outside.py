@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from noonsight.cli.app import run as noon
+from noonsight.logbook import record
 from noonsight.plan.stage import Experiment
 from tests.plan.conftest import TOY
 
@@ -54,3 +55,23 @@ def test_doctor_sees_that_a_file_is_in_the_way(tmp_path, capsys):
 def test_names_that_the_root_needs_itself_are_refused_as_such(name):
     with pytest.raises(ValueError, match="keeps something of its own"):
         Experiment(name=name, question="", stages=())
+
+
+def test_export_of_a_damaged_checkpoint_is_one_message_and_writes_nothing(tmp_path, capsys):
+    run = record.Run(
+        experiment="toy",
+        name="small",
+        version="1",
+        fingerprint="",
+        function="m:f",
+        status="done",
+        started_at=record.now(),
+        facts={"checkpoint": "checkpoints/step_00000001"},
+    )
+    checkpoint = tmp_path / "small@1" / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{")
+    (tmp_path / "small@1" / "record.json").write_bytes(record.encode(run))
+    assert noon(["export", str(tmp_path / "small@1"), str(tmp_path / "out")]) == 2
+    assert "step_00000001 cannot be trusted: manifest.json cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
