@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import cyclopts
 
 from noonsight.cli import atlas, logbook, machine, model, plan, serve
 
-WRONG_USE, LOCKED, INTERRUPTED = 2, 4, 130
+FAILED, WRONG_USE, LOCKED, INTERRUPTED = 1, 2, 4, 130
 
 app = cyclopts.App(
     name="noon",
@@ -37,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; known errors become one message on stderr."""
     from noonsight.logbook.claim import Held
 
+    _make_printable()
     try:
         code = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
         return code if isinstance(code, int) else 0
@@ -46,13 +48,25 @@ def run(arguments: Sequence[str]) -> int:
         return _say(error, LOCKED)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if list(arguments[:1]) != ["run"]:
+            return 0
+        return _say(
+            "whoever read the output is gone, so the run was stopped; the same command goes on from here.", FAILED
+        )
     except (ValueError, OSError) as error:
         return _say(error, WRONG_USE)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _say(error: Exception, code: int) -> int:
+def _make_printable() -> None:
+    """Let every text be printed: a terminal without Unicode shows ? for what it lacks, a closed one shows nothing."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _say(error: Exception | str, code: int) -> int:
     print(f"noon: {error}", file=sys.stderr)
     return code

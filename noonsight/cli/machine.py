@@ -39,7 +39,8 @@ def _findings(root: Path) -> Iterator[Finding]:
     nearest = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(nearest).free / 2**30
     yield free >= 2, f"{free:.1f} GiB free at {root}", "Free some space, or choose another folder with --root"
-    writable = os.access(nearest, os.W_OK) and (nearest != root.absolute().parent or not root.exists())
+    there = next(path for path in (root.absolute(), *root.absolute().parents) if os.path.lexists(path))
+    writable = there.is_dir() and os.access(there, os.W_OK)
     found = f"{root} {'can' if writable else 'cannot'} be written"
     yield writable, found, "Choose another folder with --root, or change its permissions"
     yield _huge_pages()

@@ -11,7 +11,7 @@ def export(run: Path, out: Path) -> int:
     Parameters
     ----------
     run
-        Folder of a training stage, such as voyages/miniature/target@1, or of one of its checkpoints.
+        Folder of a finished training stage, such as voyages/miniature/target@1.
     out
         Folder to write; it must not hold anything yet.
     """

@@ -20,7 +20,7 @@ from types import TracebackType
 import msgspec
 
 from noonsight.logbook import record
-from noonsight.logbook.write import refusal, write_atomic
+from noonsight.logbook.write import LogbookError, refusal, write_atomic
 
 ROLES = ("stage", "worker", "runner")
 
@@ -147,7 +147,13 @@ def _named(path: Path) -> Holder:
 
 
 def _read_fence(out: Path, role: str) -> int:
+    path = out / f"{role}.fence"
     try:
-        return int((out / f"{role}.fence").read_text())
+        return int(path.read_bytes())
     except FileNotFoundError:
         return 0
+    except ValueError:
+        raise LogbookError(
+            f"cannot read {path}: it holds no number, so nobody knows who owns the folder. Make sure that no process "
+            f"works there, write 1000 into that file, and give the same command again."
+        ) from None

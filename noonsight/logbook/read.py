@@ -6,6 +6,7 @@ read as "interrupted". A torn last line is ignored; any other damage is an error
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -61,15 +62,23 @@ def events(out: Path) -> list[record.Event]:
 
 
 def last_progress(out: Path) -> record.Progress | None:
-    """The latest heartbeat of `out`; reads only the end of the file."""
+    """The latest heartbeat of `out`; reads only the end of the file, unless its lines are very long.
+
+    A line that is no heartbeat is passed over: a damaged sign of life must not end the run that it is about.
+    """
     try:
         with open(Path(out) / "progress.jsonl", "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 8192))
-            lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:
+            size, reach = file.seek(0, os.SEEK_END), 8192
+            while True:
+                file.seek(max(0, size - reach))
+                for line in reversed(file.read(min(reach, size)).split(b"\n")[:-1]):
+                    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                        return msgspec.json.decode(line, type=record.Progress, strict=False)
+                if reach >= size:
+                    return None
+                reach *= 16
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return msgspec.json.decode(lines[-1], type=record.Progress, strict=False) if lines else None
 
 
 def placement(out: Path) -> record.Placement:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from noonsight.logbook import read, record
 from noonsight.logbook.claim import claim
@@ -24,6 +25,7 @@ from noonsight.plan import fingerprint
 from noonsight.plan.stage import Experiment, Stage
 
 ACCEPTED = "code-accepted"
+SMALL_BYTES = 1 << 16  # up to here a finished file is compared byte for byte before every run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,14 +117,20 @@ def _accepted(out: Path, wanted: str) -> bool:
 
 
 def _damaged(out: Path, run: record.Run) -> list[str]:
-    """Files of a finished stage that are gone or have another size; `noon check logbook` compares the bytes."""
+    """Files of a finished stage that are gone, have another size or, if small, other bytes.
+
+    Predictions and verdicts are small, so an edited one stops here; `noon check logbook` compares the large ones too.
+    """
     lines = []
     for name, file in run.files.items():
         try:
             size = (out / name).stat().st_size
+            small = (out / name).read_bytes() if size <= SMALL_BYTES else None
         except OSError:
             lines.append(f"file {name} is gone")
             continue
         if size != file["bytes"]:
             lines.append(f"file {name}: {file['bytes']} bytes recorded, {size} found")
+        elif small is not None and xxhash.xxh3_128_hexdigest(small) != file["xxh3"]:
+            lines.append(f"file {name} is not what the stage wrote")
     return lines

@@ -66,7 +66,11 @@ def _passing(out: Path) -> list[Prunable]:
     run = read.run(out)
     if run is not None and run.status == "done":
         for path in sorted(out.glob("checkpoints/*/manifest.json")):
-            manifest = msgspec.json.decode(path.read_bytes(), type=record.CheckpointManifest)
+            try:
+                manifest = msgspec.json.decode(path.read_bytes(), type=record.CheckpointManifest)
+            except msgspec.MsgspecError:
+                found.append(_prunable(path.parent, out, "checkpoint whose manifest cannot be read"))
+                continue
             if manifest.kind == "temporary":
                 found.append(_prunable(path.parent, out, "temporary checkpoint of a finished stage"))
     return found

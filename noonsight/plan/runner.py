@@ -49,8 +49,11 @@ def load_experiment(path: Path) -> Experiment:
         make = getattr(load_experiment_module(path), "experiment", None)
         found = make() if callable(make) else None
     except SyntaxError as error:
-        raise ValueError(f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
-    except (Exception, SystemExit) as error:
+        where = f"{error.filename}, line {error.lineno}" if error.filename else str(path)
+        raise ValueError(": ".join(filter(None, (where, error.msg, (error.text or "").strip())))) from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise ValueError(_own_line(path, error)) from None
     if not callable(make):
         raise ValueError(f"{path} defines no function experiment(); write one that returns the Experiment to run.")
@@ -241,7 +244,8 @@ class _Voyage:
 
 def _why(out: Path, result: record.Run | None, code: int) -> str:
     if code < 0:
-        return f"its process was killed ({signal.Signals(-code).name}). The same command goes on from here."
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return f"its process was killed ({name}). The same command goes on from here."
     if result is not None and result.status == "failed":
         return f"{result.error}\n  Traceback: {_shown(out)}/error.txt. The same command tries again."
     with contextlib.suppress(OSError):

@@ -73,7 +73,11 @@ class Experiment:
     expected: str = ""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name) or self.name == "site":
+        if self.name == "site" or self.name.startswith("predictions.jsonl"):
+            raise ValueError(
+                f"experiment {self.name!r}: the root keeps something of its own under this name; choose another."
+            )
+        if not _NAME.fullmatch(self.name):
             raise ValueError(f"experiment {self.name!r}: the name must be lower-case letters, digits and . _ - only.")
         if not self.stages:
             raise ValueError(f"experiment {self.name!r} has no stages.")

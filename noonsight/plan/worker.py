@@ -135,7 +135,11 @@ def _work(out: Path, job: Job, mine: Claim) -> int:
         artifact = function(config, {name: Path(folder) for name, folder in job.inputs.items()}, out)
         if not isinstance(artifact, record.Artifact):
             raise TypeError(f"{run.function} returned {type(artifact).__name__}; a stage returns Artifact(facts=...)")
-        result: dict[str, Any] = {"status": "done", "facts": artifact.facts, "files": _hash_files(out)}
+        result: dict[str, Any] = {
+            "status": "done",
+            "facts": _written(artifact.facts, "fact"),
+            "files": _hash_files(out),
+        }
     except (Exception, SystemExit) as error:
         result = _ending(error, out, writer)
     seconds = round(before_s + time.monotonic() - start, 3)
@@ -150,11 +154,12 @@ def _ending(error: BaseException, out: Path, writer: Writer) -> dict[str, Any]:
         writer.event("interrupted", "Stopped because the runner asked for it.")
         return {"status": "interrupted"}
     with contextlib.suppress(OSError):  # a full disk must not hide what failed
-        (out / "error.txt").write_text(traceback.format_exc())
+        (out / "error.txt").write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
     if isinstance(error, OSError) and error.errno in DISK and not isinstance(error, LogbookError):
         error = refusal("write", error.filename or out, error)
     kind = type(error).__name__
     message = str(error) if isinstance(error, LogbookError) else f"{kind}: {error}" if str(error) else kind
+    message = message.encode("utf-8", "backslashreplace").decode()
     writer.event("failed", message)
     return {"status": "failed", "error": message}
 
@@ -189,6 +194,16 @@ def _named(name: str, job: Job) -> Any:
     return found
 
 
+def _written(values: dict[str, Any], what: str) -> dict[str, Any]:
+    """`values`, once each is known to be JSON. Raises TypeError naming the first that is not."""
+    for name, value in values.items():
+        try:
+            record.encode({name: value})
+        except (TypeError, UnicodeEncodeError, RecursionError) as error:
+            raise TypeError(f"{what} {name!r} cannot be written as JSON: {error}") from None
+    return values
+
+
 def _hash_files(out: Path) -> dict[str, dict[str, Any]]:
     """Every file of the result; temporary checkpoints and the logbook's own growing files are not part of it."""
     files = {}
@@ -204,12 +219,20 @@ def _hash_files(out: Path) -> dict[str, dict[str, Any]]:
             while block := file.read(1 << 20):
                 digest.update(block)
         files[name] = {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
-    return files
+    return _written(files, "file name")
 
 
 def _temporary_checkpoints(out: Path) -> list[Path]:
-    manifests = [(path, msgspec.json.decode(path.read_bytes())) for path in out.glob("checkpoints/*/manifest.json")]
-    return [path.parent for path, manifest in manifests if manifest["kind"] == "temporary"]
+    """Also those whose manifest cannot be read: the training went on from another one, and they prove nothing."""
+    found = []
+    for path in out.glob("checkpoints/*/manifest.json"):
+        try:
+            kind = msgspec.json.decode(path.read_bytes(), type=record.CheckpointManifest).kind
+        except msgspec.MsgspecError:
+            kind = "temporary"
+        if kind == "temporary":
+            found.append(path.parent)
+    return found
 
 
 def _machine() -> dict[str, Any]:

@@ -42,7 +42,7 @@ def run(config: PretrainConfig, inputs: Mapping[str, Path], out: Path) -> Artifa
 def load_run(folder: Path, checkpoint: str | None = None) -> tuple[PretrainConfig, Any, Any]:
     """(config, params, extra) of a finished training run, from its final checkpoint or from the one named.
 
-    Raises ValueError when `folder` is not a finished training run.
+    Raises ValueError when `folder` is not a finished training run or the checkpoint does not verify.
     """
     import jax
 
@@ -58,14 +58,15 @@ def load_run(folder: Path, checkpoint: str | None = None) -> tuple[PretrainConfi
         raise ValueError(
             f"{folder} is not a finished training run (it {state}). Give the folder of a run that is done."
         )
+    path = folder / "checkpoints" / checkpoint if checkpoint else folder / record.facts["checkpoint"]
+    if reason := checkpoints.verify(path):
+        raise ValueError(f"{path} cannot be trusted: {reason}. Put a good copy back, or take another checkpoint.")
     config = config_of(record.config)
     program = make_program(config.model)
     key = jax.random.key(0)
     optimizer = make_optimizer(config.optimizer, jax.eval_shape(program.init, key)[0], num_steps=config.num_steps)
     shapes = jax.eval_shape(lambda: init_state(program, optimizer, key))
-    state = checkpoints.restore(
-        folder / "checkpoints" / checkpoint if checkpoint else folder / record.facts["checkpoint"], shapes
-    )
+    state = checkpoints.restore(path, shapes)
     return config, state.params, state.extra
 
 
