@@ -106,6 +106,8 @@ class _Voyage:
         name = self.plan.experiment.name
         if len(done) == len(self.stages):
             self._write("done")
+            if (ledger := self.folder.parent / "predictions.jsonl").exists():
+                chain.verify(ledger)
             self.screen.say(f"{name}: all {len(self.stages)} stages are done already; nothing to run.")
             return self._end(DONE)
         self.screen.say(f"{name}: {len(self.stages)} stages, {len(done)} done (✓)")

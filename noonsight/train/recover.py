@@ -318,7 +318,11 @@ def _new_beats(worker: _Watched, out: Path) -> list[Progress]:
         data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         worker.beats_read += len(whole)
-        return [msgspec.json.decode(line, type=Progress, strict=False) for line in whole.splitlines()]
+        beats = []
+        for line in whole.splitlines():
+            with contextlib.suppress(msgspec.MsgspecError):  # a damaged heartbeat is no reason to lose the worker
+                beats.append(msgspec.json.decode(line, type=Progress, strict=False))
+        return beats
     return []
 
 

@@ -48,7 +48,7 @@ def test_a_run_whose_reader_left_does_not_say_that_it_is_done(place):
 def test_doctor_sees_that_a_file_is_in_the_way(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert noon(["doctor", "--root", str(tmp_path / "file" / "voyages")]) == 1
-    assert "can be written. It cannot" in capsys.readouterr().out
+    assert "cannot be written. Choose another folder" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["site", "predictions.jsonl", "predictions.jsonl.lock"])

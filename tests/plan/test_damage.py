@@ -88,3 +88,10 @@ def test_a_line_that_is_no_heartbeat_is_passed_over(voyage):
         beats.write(b'{"bad\n' + b"\x00" * 9000 + b"\n")
     assert read.last_progress(file.parent).text == "the double is 12"
     assert json.loads(file.read_bytes().splitlines()[0])["phase"] == "done"
+
+
+def test_an_altered_ledger_is_seen_although_everything_is_done(voyage):
+    assert voyage.run()[0] == runner.DONE
+    (voyage.root / "predictions.jsonl").write_text('{"index": 0}\n')
+    with pytest.raises(ValueError, match=r"predictions\.jsonl"):
+        voyage.run()

@@ -184,3 +184,10 @@ def test_exit_codes_tell_the_symptoms_apart():
 def test_the_supervisor_needs_no_jax():
     code = "import sys, noonsight.train.recover, noonsight.train.config; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_damaged_heartbeat_is_passed_over(tmp_path):
+    good = b'{"step":3,"of":9,"at":"","monotonic":1.0,"attempt":1}\n'
+    (tmp_path / "progress.jsonl").write_bytes(b"{broken\n" + good + b'{"step":')
+    watched = recover._Watched(process=None, log_start=0, num_faults=0, beats_read=0)
+    assert [beat.step for beat in recover._new_beats(watched, tmp_path)] == [3]
