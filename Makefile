@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: run test lint setup prove-miniature clean
 
-run: $(STAMP)  ## install, then train the miniature on real text (about 6 minutes on two cores)
+run: $(STAMP)  ## install, then train the miniature on real text (about 4 minutes on two cores)
 	@$(BIN)/noon run experiments/miniature.py
 
 test: $(STAMP) lint  ## lint, storeys, tests (at most 4 minutes)
@@ -19,7 +19,7 @@ lint: $(STAMP)
 
 setup: $(STAMP)  ## make the environment only
 
-prove-miniature: $(STAMP)  ## five seeds of the whole voyage and everything issue 2 wants; writes proofs/miniature.json (45 minutes)
+prove-miniature: $(STAMP)  ## five seeds of the whole voyage and everything issue 2 wants; writes proofs/miniature.json (25 minutes)
 	@$(BIN)/python -m proofs.miniature
 
 $(STAMP): pyproject.toml

@@ -2,7 +2,7 @@
 
 Question   Can six small runs of the hero recipe predict a run of eight times the compute of the largest?
 Expected   Bits per byte inside the 90 % interval that was frozen before the run; the interval no wider than 10 % of its median.
-Time       About six minutes on two idle cores, without an accelerator; less than 2 GiB of memory.
+Time       About four minutes on two idle cores, without an accelerator; less than 2 GiB of memory.
 Command    noon run experiments/miniature.py
 
 Your own text: copy this file, point TEXT at a folder of plain text files (six megabytes or more), run the copy.

@@ -1,6 +1,6 @@
 """Everything that the miniature must hold, measured: five whole voyages, one of them again under kill -9, times, memory, lines.
 
-    make prove-miniature           (about 40 minutes on two idle cores; nothing else may run)
+    make prove-miniature           (about 25 minutes on two idle cores; nothing else may run)
 
 The seeds were announced in this file before they were run; all are reported, none is repeated. Writes `proofs/miniature.json`.
 """
