@@ -66,7 +66,8 @@ def table(figures: dict[str, Any]) -> str:
             f"| {run['seed']} | {run['median']:.3f} ({low:.3f} to {high:.3f}) | {run['result']:.3f} | {run['error_percent']:+.2f} % "
             f"| {run['verdict']} | {run['log_score']:.2f} ({run['log_score_baseline']:.1f}) | {run['wall_s']:.0f} | {run['peak_memory_mib']} |"
         )
-    lines += ["", "| what must hold | measured | holds |", "|---|---|---|"]
+    error = statistics.median(abs(run["error_percent"]) for run in figures["voyages"])
+    lines += [f"\nMedian absolute error {error:.2f} %.\n", "| what must hold | measured | holds |", "|---|---|---|"]
     lines += [
         f"| {name} | {line['value']} | {'yes' if line['holds'] else '**no**'} |"
         for name, line in figures["summary"].items()
@@ -168,15 +169,13 @@ def summary(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
     inside = sum(run["verdict"] == "inside" for run in runs)
     gain = [run["log_score"] - run["log_score_baseline"] for run in runs]
+    resumed = sum(run["kills"] == 1 and run["resumed_bit_identical"] is True for run in runs)
+    frozen = sum(run["frozen_before_start"] for run in runs)
     widths = [run["width_percent"] for run in runs]
     return {
         "inside (>= 4 of 5)": {"value": inside, "holds": inside >= 4},
         "widest interval, % of median (<= 10)": {"value": max(widths), "holds": max(widths) <= 10},
         "log score over 'same as the last rung' (> 0 in each)": {"value": round(min(gain), 3), "holds": min(gain) > 0},
-        "median absolute error, %": {
-            "value": statistics.median(abs(run["error_percent"]) for run in runs),
-            "holds": True,
-        },
         "wall seconds, worst (<= 480)": {"value": worst["wall_s"], "holds": worst["wall_s"] <= 480},
         "peak memory MiB, whole process tree (<= 2048)": {
             "value": worst["peak_memory_mib"],
@@ -187,11 +186,8 @@ def summary(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "columns (<= 100)": {"value": worst["widest_line"], "holds": worst["widest_line"] <= 100},
         "run again when done, s (<= 3)": {"value": worst["again_s"], "holds": worst["again_s"] <= 3},
         "noon --help, s (<= 0.5)": {"value": round(figures["help_s"], 2), "holds": figures["help_s"] <= 0.5},
-        "killed once and resumed bit for bit, all": {
-            "value": True,
-            "holds": all(r["kills"] == 1 and r["resumed_bit_identical"] for r in runs),
-        },
-        "frozen before the run, all": {"value": True, "holds": all(run["frozen_before_start"] for run in runs)},
+        "killed once and resumed bit for bit, all": {"value": resumed, "holds": resumed == len(runs)},
+        "frozen before the run, all": {"value": frozen, "holds": frozen == len(runs)},
         "kill -9 of random processes: orphans": {"value": chaos_run["orphans"], "holds": chaos_run["orphans"] == 0},
         "kill -9 of random processes: same final weights": {
             "value": chaos_run["same_weights_as_undisturbed"],
