@@ -10,7 +10,7 @@ Your own text: copy this file, point TEXT at a folder of plain text files (six m
 
 from pathlib import Path
 
-from noonsight.model.config import miniature
+from noonsight.model.families import miniature
 from noonsight.recipe.window import (
     Experiment,
     Fault,

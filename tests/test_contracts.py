@@ -38,7 +38,7 @@ def test_1_stage_artifact_placement():
 
 
 def test_2_program():
-    from noonsight.model.config import miniature
+    from noonsight.model.families import miniature
     from noonsight.model.program import Program
     from noonsight.model.transformer import make_program
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from noonsight.model.config import miniature
+from noonsight.model.families import miniature
 from noonsight.model.transformer import make_program
 from noonsight.tokens.batches import Batch
 from noonsight.train.config import OptimizerConfig

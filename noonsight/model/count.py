@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from noonsight.model.config import FAMILIES, ModelConfig
+from noonsight.model.config import ModelConfig
+from noonsight.model.families import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)

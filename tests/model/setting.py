@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from noonsight.model.config import ModelConfig, miniature
+from noonsight.model.config import ModelConfig
+from noonsight.model.families import miniature
 from noonsight.model.params import Params, init_params
 from noonsight.model.transformer import logits, make_program, token_losses
 

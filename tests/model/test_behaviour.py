@@ -11,8 +11,9 @@ import pytest
 
 from noonsight.logbook.vocabulary import METRICS
 from noonsight.model import layout
-from noonsight.model.config import ModelConfig, delphi, marin_8b
+from noonsight.model.config import ModelConfig
 from noonsight.model.decode import decode_step, init_cache, prefill
+from noonsight.model.families import delphi, marin_8b
 from noonsight.model.loss import CHUNK_TOKENS, weighted_loss
 from noonsight.model.moe import effective_bias, histogram_beta, route, topk_beta
 from noonsight.model.transformer import init_extra, make_program

@@ -2,16 +2,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from noonsight.model.config import (
-    HERO_LADDER,
-    MAX_HISTOGRAM_BINS,
-    ModelConfig,
-    delphi_layers,
-    hero,
-    hero_kv_heads,
-    hero_ladder,
-    miniature,
-)
+from noonsight.model.config import MAX_HISTOGRAM_BINS, ModelConfig
+from noonsight.model.families import HERO_LADDER, delphi_layers, hero, hero_kv_heads, hero_ladder, miniature
 
 
 def test_no_field_has_a_default():

@@ -5,8 +5,8 @@ from dataclasses import replace
 import jax
 import pytest
 
-from noonsight.model.config import FAMILIES, delphi, hero, hero_ladder, marin_8b, miniature, snowball
 from noonsight.model.count import count, count_family
+from noonsight.model.families import FAMILIES, delphi, hero, hero_ladder, marin_8b, miniature, snowball
 from noonsight.model.params import init_params
 
 HERO = count(hero())

@@ -10,7 +10,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from noonsight.model.config import ModelConfig, miniature
+from noonsight.model.config import ModelConfig
+from noonsight.model.families import miniature
 from noonsight.model.params import Params, shapes
 from noonsight.tokens import tokenizer
 

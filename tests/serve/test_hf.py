@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from noonsight.model.config import ModelConfig, marin_8b
+from noonsight.model.config import ModelConfig
+from noonsight.model.families import marin_8b
 from noonsight.model.moe import effective_bias
 from noonsight.serve import hf, reference, schema
 from tests.serve.fixtures import random_model, tiny_config, tiny_tokenizer

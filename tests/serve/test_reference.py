@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from noonsight.model import transformer
-from noonsight.model.config import snowball
+from noonsight.model.families import snowball
 from noonsight.serve import reference
 from tests.serve.fixtures import VOCABULARY, random_model, tiny_config
 
