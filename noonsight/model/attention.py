@@ -43,7 +43,7 @@ def query(
     config: ModelConfig,
 ) -> Float[Array, "B S N H"]:
     """Normed, rotated and scaled queries, ready for the product with keys."""
-    q = matmul(a, layer.wq).reshape(*a.shape[:-1], config.num_heads, config.head_width)
+    q = matmul(a, layer.wq, config.matmul_dtype).reshape(*a.shape[:-1], config.num_heads, config.head_width)
     q = _place(q, layer.q_norm, angles, rotated, config)
     return q * jnp.asarray(config.qk_mult / config.head_width**0.5, q.dtype)
 
@@ -100,10 +100,10 @@ def finish(
     heads = grouped.reshape(y.shape)
     gate_mean = jnp.float32(1)
     if layer.head_gate is not None:
-        gate = 2 * jax.nn.sigmoid(matmul(a, layer.head_gate).astype(jnp.float32))
+        gate = 2 * jax.nn.sigmoid(matmul(a, layer.head_gate, config.matmul_dtype).astype(jnp.float32))
         heads = heads * gate[..., None].astype(heads.dtype)
         gate_mean = jax.lax.stop_gradient(jnp.mean(gate))
-    return matmul(heads.reshape(*heads.shape[:2], -1), layer.wo), gate_mean
+    return matmul(heads.reshape(*heads.shape[:2], -1), layer.wo, config.matmul_dtype), gate_mean
 
 
 def attend(

@@ -57,7 +57,8 @@ class ModelConfig:
     z_loss_weight: float
     init_scale: float  # initial standard deviation times sqrt(width)
     tie_embeddings: bool
-    compute_dtype: Literal["float32", "bfloat16"]
+    compute_dtype: Literal["float32", "bfloat16"]  # of activations
+    matmul_dtype: Literal["float32", "bfloat16"]  # what matrix products round their inputs to; sums are float32
     remat: Literal["none", "block"]  # block: keep only each layer's input for the backward pass
 
     def __post_init__(self) -> None:
@@ -99,6 +100,11 @@ def _check_sizes(config: ModelConfig) -> None:
     _require(config.sconv_kernel >= 0, f"sconv_kernel is {config.sconv_kernel}; 0 switches short convolutions off")
     _require(config.z_loss_weight >= 0, f"z_loss_weight is {config.z_loss_weight}; 0 switches it off")
     _choice("compute_dtype", config.compute_dtype, ("float32", "bfloat16"))
+    _choice("matmul_dtype", config.matmul_dtype, ("float32", "bfloat16"))
+    _require(
+        config.compute_dtype == "float32" or config.matmul_dtype == "bfloat16",
+        "matmul_dtype is 'float32' but activations are bfloat16, and widening them gains nothing; use 'bfloat16'",
+    )
     _choice("remat", config.remat, ("none", "block"))
 
 

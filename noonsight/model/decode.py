@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from noonsight.model.attention import HIDDEN
 from noonsight.model.config import ModelConfig
-from noonsight.model.elementary import gated_norm, rotation
+from noonsight.model.elementary import gated_norm, product, rotation
 from noonsight.model.params import Params
 from noonsight.model.transformer import Reach, Sites, block, embed, head, kinds, prepare
 
@@ -93,10 +93,8 @@ def prefill(
 
     x, layers = jax.lax.scan(one_layer, embed(ready, tokens, config), (ready.layers, kinds(config), cache.layers))
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    h = gated_norm(last, ready.final_norm, ready.final_gate, config.norm_eps)
-    return jnp.dot(h, head(ready), preferred_element_type=jnp.float32), Cache(
-        lengths=cache.lengths + lengths, layers=layers
-    )
+    h = gated_norm(last, ready.final_norm, ready.final_gate, config)
+    return product(h, head(ready), config.matmul_dtype), Cache(lengths=cache.lengths + lengths, layers=layers)
 
 
 def decode_step(

@@ -6,44 +6,60 @@ dtype of the input. Sources: Marin, #8435; RoFormer (Su et al. 2021) for the rot
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from noonsight.model import native
+from noonsight.model.config import ModelConfig
 from noonsight.model.params import Gate
 
 NO_DOCUMENT = -2  # a segment number that no token has; padding has -1
 
 
-@jax.custom_vjp
-def matmul(x: Float[Array, "*b m"], w: Float[Array, "m n"]) -> Float[Array, "*b n"]:
-    """x @ w with float32 accumulation, rounded once to the dtype of x.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(x: Float[Array, "*b m"], w: Float[Array, "m n"], dtype: str) -> Float[Array, "*b n"]:
+    """x @ w of inputs rounded to `dtype`, accumulated in float32, rounded once more to the dtype of x.
 
     The derivative is written out: JAX's own would multiply a float32 cotangent with a bfloat16 matrix, which no unit
-    is fast at.
+    is fast at. Where the processor has bfloat16 units and our kernels for them (`native`), they do the work.
     """
-    return _product(x, w).astype(x.dtype)
+    rows = product(x.reshape(-1, x.shape[-1]), w, dtype)
+    return rows.reshape(*x.shape[:-1], w.shape[1]).astype(x.dtype)
 
 
-def _matmul_forward(x, w):
-    return matmul(x, w), (x, w)
+def _matmul_forward(x, w, dtype):
+    return matmul(x, w, dtype), (x, w)
 
 
-def _matmul_backward(saved, cotangent):
+def _matmul_backward(dtype, saved, cotangent):
     x, w = saved
     rows, columns = x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
-    dx = jax.lax.dot_general(
-        cotangent, w, (((cotangent.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    dw = jax.lax.dot_general(rows, columns, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return dx.astype(x.dtype), dw.astype(w.dtype)
+    dx = product(columns, w, dtype, b_transposed=True)
+    dw = product(rows, columns, dtype, a_transposed=True)
+    return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _product(x: Array, w: Array) -> Array:
-    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+def product(
+    a: Float[Array, "i j"],
+    b: Float[Array, "k l"],
+    dtype: str,
+    *,
+    a_transposed: bool = False,
+    b_transposed: bool = False,
+) -> Float[Array, "m n"]:
+    """a @ b in float32 from inputs rounded to `dtype`, either matrix transposed on the way. No derivative."""
+    if dtype == "bfloat16" and native.is_available():
+        return native.product(a, b, a_transposed=a_transposed, b_transposed=b_transposed)
+    contracted = (0 if a_transposed else 1,), (1 if b_transposed else 0,)
+    return jax.lax.dot_general(
+        a.astype(dtype), b.astype(dtype), (contracted, ((), ())), preferred_element_type=jnp.float32
+    )
 
 
 def rms_norm(x: Float[Array, "*b D"], gain: Float[Array, " D"] | None, eps: float) -> Float[Array, "*b D"]:
@@ -54,13 +70,14 @@ def rms_norm(x: Float[Array, "*b D"], gain: Float[Array, " D"] | None, eps: floa
 
 
 def gated_norm(
-    x: Float[Array, "*b D"], gain: Float[Array, " D"], gate: Gate | None, eps: float
+    x: Float[Array, "*b D"], gain: Float[Array, " D"], gate: Gate | None, config: ModelConfig
 ) -> Float[Array, "*b D"]:
     """RMS norm, then each channel scaled by a learned gate of the normed row: y * sigmoid(silu(y W_down) W_up)."""
-    y = rms_norm(x, gain, eps)
+    y = rms_norm(x, gain, config.norm_eps)
     if gate is None:
         return y
-    return y * jax.nn.sigmoid(matmul(jax.nn.silu(matmul(y, gate.down)), gate.up))
+    dtype = config.matmul_dtype
+    return y * jax.nn.sigmoid(matmul(jax.nn.silu(matmul(y, gate.down, dtype)), gate.up, dtype))
 
 
 def short_convolution(
@@ -104,7 +121,7 @@ def rotate(x: Float[Array, "*b N H"], angles: Float[Array, "*b 2 h"]) -> Float[A
 
 
 def swiglu(
-    x: Float[Array, "*b D"], gate: Float[Array, "D M"], up: Float[Array, "D M"], down: Float[Array, "M D"]
+    x: Float[Array, "*b D"], gate: Float[Array, "D M"], up: Float[Array, "D M"], down: Float[Array, "M D"], dtype: str
 ) -> Float[Array, "*b D"]:
     """(silu(x gate) * (x up)) down."""
-    return matmul(jax.nn.silu(matmul(x, gate)) * matmul(x, up), down)
+    return matmul(jax.nn.silu(matmul(x, gate, dtype)) * matmul(x, up, dtype), down, dtype)

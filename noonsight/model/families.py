@@ -92,6 +92,7 @@ def hero_ladder(width: int) -> ModelConfig:
         init_scale=0.5,
         tie_embeddings=False,
         compute_dtype="bfloat16",
+        matmul_dtype="bfloat16",
         remat="block",
     )
 
@@ -125,6 +126,7 @@ def miniature(width: int, num_layers: int, vocab_size: int) -> ModelConfig:
         latent_width=width // 2,
         shared_width=width // 2,
         compute_dtype="float32",
+        matmul_dtype="float32",
         # remat stays: recomputing a block is faster on a CPU than storing what is inside it
     )
 

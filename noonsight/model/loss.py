@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from noonsight.model.elementary import product
+
 CHUNK_TOKENS = 256  # measured best at 4,096 entries on two cores
 
 
@@ -28,20 +30,21 @@ class LossParts(NamedTuple):
     z_loss: Float[Array, ""]  # already times its weight
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def weighted_loss(
     h: Float[Array, "T D"],
     head: Float[Array, "D V"],
     targets: Int[Array, " T"],
     weights: Float[Array, " T"],
     z_loss_weight: float,
+    dtype: str = "float32",
 ) -> LossParts:
-    """The loss of hidden states against target tokens. Products accumulate in float32. Sum of weights 0 gives 0."""
+    """The loss of hidden states against target tokens. Products round their inputs to `dtype`; weights of sum 0 give 0."""
     scale = _inverse_sum(weights)
 
     def chunk(_, inputs):
         h, targets, weights = inputs
-        logits = _logits(h, head)
+        logits = product(h, head, dtype)
         return None, _sums(logits, jax.nn.logsumexp(logits, axis=-1), targets, weights)
 
     _, (ce, square) = jax.lax.scan(chunk, None, _chunks(h, targets, weights))
@@ -49,24 +52,24 @@ def weighted_loss(
 
 
 def token_cross_entropy(
-    h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, " T"]
+    h: Float[Array, "T D"], head: Float[Array, "D V"], targets: Int[Array, " T"], dtype: str = "float32"
 ) -> Float[Array, " T"]:
     """Cross-entropy of each token, nats, by chunks. Weights and z-loss play no part."""
 
     def chunk(inputs):
         h, targets = inputs
-        logits = _logits(h, head)
+        logits = product(h, head, dtype)
         return jax.nn.logsumexp(logits, axis=-1) - _at(logits, targets)
 
     return jax.lax.map(chunk, _chunks(h, targets)).reshape(-1)[: h.shape[0]]
 
 
-def _loss_forward(h, head, targets, weights, z_loss_weight):
+def _loss_forward(h, head, targets, weights, z_loss_weight, dtype):
     scale = _inverse_sum(weights)
 
     def chunk(d_head, inputs):
         h, targets, weights = inputs
-        logits = _logits(h, head)
+        logits = product(h, head, dtype)
         top = logits.max(axis=-1, keepdims=True)
         shifted = jnp.exp(logits - top)
         total = shifted.sum(axis=-1, keepdims=True)
@@ -76,8 +79,8 @@ def _loss_forward(h, head, targets, weights, z_loss_weight):
         d_logits = (shifted * (slope[:, None] / total) - jnp.where(hot, (weights * scale)[:, None], 0.0)).astype(
             h.dtype
         )
-        dh = jnp.dot(d_logits, head.T, preferred_element_type=jnp.float32).astype(h.dtype)
-        d_head = d_head + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
+        dh = product(d_logits, head, dtype, b_transposed=True).astype(h.dtype)
+        d_head = d_head + product(h, d_logits, dtype, a_transposed=True)
         return d_head, (dh, *_sums(logits, lse, targets, weights))
 
     start = jnp.zeros(head.shape, jnp.float32)
@@ -86,16 +89,12 @@ def _loss_forward(h, head, targets, weights, z_loss_weight):
     return parts, (dh.reshape(-1, h.shape[1])[: h.shape[0]], d_head.astype(head.dtype))
 
 
-def _loss_backward(z_loss_weight, saved, cotangent):
+def _loss_backward(z_loss_weight, dtype, saved, cotangent):
     dh, d_head = saved
     return dh * cotangent.total.astype(dh.dtype), d_head * cotangent.total.astype(d_head.dtype), None, None
 
 
 weighted_loss.defvjp(_loss_forward, _loss_backward)
-
-
-def _logits(h: Array, head: Array) -> Array:
-    return jnp.dot(h, head, preferred_element_type=jnp.float32)
 
 
 def _at(logits: Array, targets: Array) -> Array:

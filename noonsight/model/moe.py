@@ -75,24 +75,23 @@ def moe(
     routing = route(rows, layer.router, layer.router_bias, config)
     latent = rows
     if layer.latent_down is not None:
-        latent = rms_norm(matmul(rows, layer.latent_down), layer.latent_norm, config.norm_eps)
+        latent = rms_norm(matmul(rows, layer.latent_down, config.matmul_dtype), layer.latent_norm, config.norm_eps)
     exchange = EXCHANGES[config.exchange]
-    y, drops = exchange(
-        latent, routing.chosen, routing.weights, live, layer.expert_gate, layer.expert_up, layer.expert_down
-    )
+    bank = (layer.expert_gate, layer.expert_up, layer.expert_down)
+    y, drops = exchange(latent, routing.chosen, routing.weights, live, *bank, config.matmul_dtype)
     if layer.latent_up is not None:
-        y = matmul(y, layer.latent_up)
+        y = matmul(y, layer.latent_up, config.matmul_dtype)
     if config.num_shared_experts:
-        y = y + _shared_experts(rows, layer)
+        y = y + _shared_experts(rows, layer, config)
     return y.reshape(m.shape), _statistics(routing, live, drops, config)
 
 
-def _shared_experts(rows: Float[Array, "T D"], layer: Layers) -> Float[Array, "T D"]:
+def _shared_experts(rows: Float[Array, "T D"], layer: Layers, config: ModelConfig) -> Float[Array, "T D"]:
     """The sum of J SwiGLU blocks, computed as one block of inner width J * G. (The optimiser sees J separate
     matrices.)
     """
     gate, up = (jnp.moveaxis(w, 0, 1).reshape(rows.shape[1], -1) for w in (layer.shared_gate, layer.shared_up))
-    return swiglu(rows, gate, up, layer.shared_down.reshape(-1, rows.shape[1]))
+    return swiglu(rows, gate, up, layer.shared_down.reshape(-1, rows.shape[1]), config.matmul_dtype)
 
 
 def histogram_beta(

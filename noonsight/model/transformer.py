@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from noonsight.model import attention
 from noonsight.model.config import ModelConfig
-from noonsight.model.elementary import gated_norm, matmul, rotation, short_convolution, swiglu
+from noonsight.model.elementary import gated_norm, matmul, product, rotation, short_convolution, swiglu
 from noonsight.model.loss import token_cross_entropy, weighted_loss
 from noonsight.model.moe import RouterStatistics, effective_bias, moe
 from noonsight.model.params import Layers, Params, init_params, is_precise
@@ -80,9 +80,8 @@ def make_program(config: ModelConfig) -> Program:
     def loss(params: Params, extra: dict[str, Array], batch: Batch) -> tuple[Array, dict[str, Any]]:
         ready = prepare(params, extra, config)
         h, statistics = _states(ready, batch.tokens, batch.segments, config)
-        parts = weighted_loss(
-            _rows(h), head(ready), _targets(batch.tokens), batch.weights.reshape(-1), config.z_loss_weight
-        )
+        targets, weights = _targets(batch.tokens), batch.weights.reshape(-1)
+        parts = weighted_loss(_rows(h), head(ready), targets, weights, config.z_loss_weight, config.matmul_dtype)
         metrics = {"cross_entropy": parts.cross_entropy, "z_loss": parts.z_loss, **_metrics(ready, statistics)}
         following = {"pending_beta": statistics.router.beta} if extra else {}
         return parts.total, {"metrics": metrics, "next": following}
@@ -124,7 +123,8 @@ def logits(
     """Logits of every position, float32, pending bias applied, nothing dropped."""
     ready = prepare(params, extra, config)
     h, _ = _states(ready, tokens, segments, config)
-    return jnp.dot(h, head(ready), preferred_element_type=jnp.float32)
+    found = product(_rows(h), head(ready), config.matmul_dtype)
+    return found.reshape(*tokens.shape, config.vocab_size)
 
 
 def token_losses(params: Params, extra: dict[str, Array], batch: Batch, config: ModelConfig) -> Float[Array, "B S"]:
@@ -133,8 +133,8 @@ def token_losses(params: Params, extra: dict[str, Array], batch: Batch, config: 
     """
     ready = prepare(params, extra, config)
     h, _ = _states(ready, batch.tokens, batch.segments, config)
-    losses = token_cross_entropy(_rows(h), head(ready), _targets(batch.tokens)).reshape(batch.tokens.shape)
-    return losses.at[:, -1].set(0.0)
+    losses = token_cross_entropy(_rows(h), head(ready), _targets(batch.tokens), config.matmul_dtype)
+    return losses.reshape(batch.tokens.shape).at[:, -1].set(0.0)
 
 
 def head(params: Params) -> Float[Array, "D V"]:
@@ -145,7 +145,7 @@ def head(params: Params) -> Float[Array, "D V"]:
 def embed(params: Params, tokens: Int[Array, "B S"], config: ModelConfig) -> Float[Array, "B S D"]:
     """Rows of the embedding, normed and gated where the config has gated norms."""
     x = params.embed[tokens]
-    return x if params.embed_norm is None else gated_norm(x, params.embed_norm, params.embed_gate, config.norm_eps)
+    return x if params.embed_norm is None else gated_norm(x, params.embed_norm, params.embed_gate, config)
 
 
 def kinds(config: ModelConfig) -> Kind:
@@ -164,18 +164,18 @@ def block(
     config: ModelConfig,
 ) -> tuple[Float[Array, "B S D"], Sites, LayerStatistics]:
     """One layer."""
-    a = gated_norm(x, layer.attn_norm, layer.attn_gate, config.norm_eps)
-    k_input, v_input = matmul(a, layer.wk), matmul(a, layer.wv)
+    a = gated_norm(x, layer.attn_norm, layer.attn_gate, config)
+    k_input, v_input = matmul(a, layer.wk, config.matmul_dtype), matmul(a, layer.wv, config.matmul_dtype)
     k = reach.convolve("k", k_input, layer.sconv_k)
     k, v = attention.key_value(k, v_input, layer, angles, kind.rotated, kind.is_global, config)
     y = reach.attend(attention.query(a, layer, angles, kind.rotated, config), k, v)
     attn_out, gate_mean = attention.finish(y, v, a, layer, config)
     x = x + reach.convolve("attn", attn_out, layer.sconv_attn)
-    m = gated_norm(x, layer.moe_norm, layer.moe_gate, config.norm_eps)
+    m = gated_norm(x, layer.moe_norm, layer.moe_gate, config)
     if config.is_moe:
         mlp_out, router = moe(m, valid, layer, config)
     else:
-        mlp_out, router = swiglu(m, layer.mlp_gate, layer.mlp_up, layer.mlp_down), None
+        mlp_out, router = swiglu(m, layer.mlp_gate, layer.mlp_up, layer.mlp_down, config.matmul_dtype), None
     x = x + reach.convolve("moe", mlp_out, layer.sconv_moe)
     return x, Sites(k_input, attn_out, mlp_out, k, v), LayerStatistics(gate_mean, router)
 
@@ -201,7 +201,7 @@ def _states(
 
     step = jax.checkpoint(one_layer) if config.remat == "block" else one_layer
     x, statistics = jax.lax.scan(step, embed(params, tokens, config), (params.layers, kinds(config)))
-    return gated_norm(x, params.final_norm, params.final_gate, config.norm_eps), statistics
+    return gated_norm(x, params.final_norm, params.final_gate, config), statistics
 
 
 def _rows(h: Float[Array, "B S D"]) -> Float[Array, "T D"]:

@@ -176,7 +176,7 @@ def test_gradient_is_the_slope_of_the_reference():
 
 
 def test_bfloat16_is_near():
-    config = replace(CONFIG, compute_dtype="bfloat16")
+    config = replace(CONFIG, compute_dtype="bfloat16", matmul_dtype="bfloat16")
     wanted = np.asarray(logits_of(CONFIG)(PARAMS, EXTRA, BATCH.tokens, BATCH.segments))
     found = np.asarray(logits_of(config)(PARAMS, EXTRA, BATCH.tokens, BATCH.segments))
     # A near tie sends a token to another expert in bfloat16; all but those rows agree.

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from noonsight.model import native
+
 BLOCK = 128  # rows of one block; measured best for 1,024 to 4,096 assignments on two cores
 
 _dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -28,14 +30,17 @@ def sorted_blocks(
     gate: Float[Array, "E Z F"],
     up: Float[Array, "E Z F"],
     down: Float[Array, "E F Z"],
+    dtype: str = "float32",
 ) -> tuple[Float[Array, "T Z"], Int[Array, ""]]:
     """The contract of the package, dropless, with work in proportion to the assignments. `drops` is 0."""
+    if dtype == "bfloat16" and x.dtype == jnp.float32 and native.is_available():
+        return native.experts(x, chosen, weights, valid, gate, up, down), jnp.int32(0)
     num_tokens, per_token = chosen.shape
     plan = _plan(chosen, valid, gate.shape[0])
     rows = _gather_rows(x, plan, per_token)
-    gated = jax.nn.silu(_dot("nbz,nzf->nbf", rows, gate[plan.expert]).astype(x.dtype))
-    hidden = gated * _dot("nbz,nzf->nbf", rows, up[plan.expert]).astype(x.dtype)
-    out = _dot("nbf,nfz->nbz", hidden, down[plan.expert]).reshape(-1, x.shape[1])
+    gated = jax.nn.silu(_products(rows, gate[plan.expert], dtype).astype(x.dtype))
+    hidden = gated * _products(rows, up[plan.expert], dtype).astype(x.dtype)
+    out = _products(hidden, down[plan.expert], dtype).reshape(-1, x.shape[1])
     back = _gather_back(out, plan, num_tokens, per_token)
     y = jnp.sum(back * weights.astype(jnp.float32)[..., None], axis=1)
     return y.astype(x.dtype), jnp.int32(0)
@@ -49,15 +54,37 @@ def einsum(
     gate: Float[Array, "E Z F"],
     up: Float[Array, "E Z F"],
     down: Float[Array, "E F Z"],
+    dtype: str = "float32",
 ) -> tuple[Float[Array, "T Z"], Int[Array, ""]]:
     """The contract of the package by running all experts on all rows: O(T E) work, for tests and tiny models.
 
     `drops` is 0.
     """
+    x, gate, up, down = (leaf.astype(dtype).astype(x.dtype) for leaf in (x, gate, up, down))
     sent = weights.astype(jnp.float32) * valid[:, None]
     share = jnp.sum(jax.nn.one_hot(chosen, gate.shape[0]) * sent[..., None], axis=1)
     hidden = jax.nn.silu(_dot("tz,ezf->tef", x, gate).astype(x.dtype)) * _dot("tz,ezf->tef", x, up).astype(x.dtype)
     return _dot("tef,efz,te->tz", hidden, down, share).astype(x.dtype), jnp.int32(0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _products(rows: Float[Array, "n b p"], bank: Float[Array, "n p q"], dtype: str) -> Float[Array, "n b q"]:
+    """One product per block, inputs rounded to `dtype`, float32 sums. Written out backward as in `elementary.matmul`."""
+    return _dot("nbp,npq->nbq", rows.astype(dtype), bank.astype(dtype))
+
+
+def _products_forward(rows, bank, dtype):
+    return _products(rows, bank, dtype), (rows, bank)
+
+
+def _products_backward(dtype, saved, cotangent):
+    rows, bank = saved
+    slope = cotangent.astype(dtype)
+    d_rows = _dot("nbq,npq->nbp", slope, bank.astype(dtype))
+    return d_rows.astype(rows.dtype), _dot("nbp,nbq->npq", rows.astype(dtype), slope).astype(bank.dtype)
+
+
+_products.defvjp(_products_forward, _products_backward)
 
 
 class _Plan(NamedTuple):

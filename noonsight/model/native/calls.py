@@ -1,0 +1,51 @@
+"""The kernels as JAX functions. Only `build.is_available()` says whether they may be called."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def product(
+    a: Float[Array, "i j"], b: Float[Array, "k l"], *, a_transposed: bool = False, b_transposed: bool = False
+) -> Float[Array, "m n"]:
+    """a @ b in float32 from inputs rounded to bfloat16, either matrix transposed on the way. No derivative."""
+    shape = (a.shape[1 if a_transposed else 0], b.shape[0 if b_transposed else 1])
+    call = jax.ffi.ffi_call("noon_matmul", jax.ShapeDtypeStruct(shape, jnp.float32))
+    return call(a, b, a_transposed=a_transposed, b_transposed=b_transposed)
+
+
+@jax.custom_vjp
+def experts(
+    x: Float[Array, "T Z"],
+    chosen: Int[Array, "T A"],
+    weights: Float[Array, "T A"],
+    valid: Bool[Array, " T"],
+    gate: Float[Array, "E Z F"],
+    up: Float[Array, "E Z F"],
+    down: Float[Array, "E F Z"],
+) -> Float[Array, "T Z"]:
+    """The dropless exchange (see `model.exchange`) in one call, float32 arrays, products of bfloat16."""
+    return _experts_forward(x, chosen, weights, valid, gate, up, down)[0]
+
+
+def _experts_forward(x, chosen, weights, valid, gate, up, down):
+    saved = jax.ShapeDtypeStruct((chosen.size, gate.shape[2]), jnp.bfloat16)
+    call = jax.ffi.ffi_call("noon_experts_forward", (jax.ShapeDtypeStruct(x.shape, jnp.float32), saved, saved))
+    inputs = (x, chosen, weights, valid, gate, up, down)
+    y, saved_gate, saved_up = call(*inputs)
+    return y, (inputs, saved_gate, saved_up)
+
+
+def _experts_backward(kept, dy):
+    inputs, saved_gate, saved_up = kept
+    x, _, weights, _, gate, up, down = inputs
+    slopes = tuple(jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in (x, weights, gate, up, down))
+    dx, d_weights, d_gate, d_up, d_down = jax.ffi.ffi_call("noon_experts_backward", slopes)(
+        *inputs, saved_gate, saved_up, dy
+    )
+    return dx, None, d_weights, None, d_gate, d_up, d_down
+
+
+experts.defvjp(_experts_forward, _experts_backward)
