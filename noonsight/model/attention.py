@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from noonsight.model import native
 from noonsight.model.config import ModelConfig
 from noonsight.model.elementary import matmul, rms_norm, rotate
 from noonsight.model.params import Layers
@@ -107,9 +108,20 @@ def finish(
 
 
 def attend(
-    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], lower: Int[Array, "B S"]
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    lower: Int[Array, "B S"],
+    dtype: str = "float32",
 ) -> Float[Array, "B S N H"]:
-    """softmax(q k) v over the keys [lower(t), t] of each query. Query head n uses kv head n // (N / K). Any S."""
+    """softmax(q k) v over the keys [lower(t), t] of each query. Query head n uses kv head n // (N / K). Any S.
+
+    Products round their inputs to `dtype`; softmax and sums are float32.
+    """
+    if dtype == "bfloat16" and q.dtype == jnp.float32:
+        if native.is_available():
+            return native.attend(q, k, v, lower)
+        return attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), lower).astype(q.dtype)
     length = q.shape[1]
     padding = -length % BLOCK
     if padding:

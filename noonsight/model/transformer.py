@@ -195,7 +195,7 @@ def _states(
     def one_layer(x, scanned):
         layer, kind = scanned
         lower = jnp.where(kind.is_global, wide, local)
-        reach = Reach(convolve, lambda q, k, v: attention.attend(q, k, v, lower))
+        reach = Reach(convolve, lambda q, k, v: attention.attend(q, k, v, lower, config.matmul_dtype))
         x, _, statistics = block(x, layer, kind, reach, angles, segments >= 0, config)
         return x, statistics
 

@@ -21,7 +21,10 @@ FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-w"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mamx-tile", "-mamx-bf16"),
 )
-TARGETS = ("noon_matmul", "noon_experts_forward", "noon_experts_backward")
+TARGETS = (
+    *("noon_matmul", "noon_experts_forward", "noon_experts_backward"),
+    *("noon_attention_forward", "noon_attention_backward", "noon_cross_entropy"),
+)
 UNITS = ("none", "avx512-bf16", "amx-bf16")
 BUILD_TIMEOUT_S = 120
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -49,3 +50,40 @@ def _experts_backward(kept, dy):
 
 
 experts.defvjp(_experts_forward, _experts_backward)
+
+
+@jax.custom_vjp
+def attend(
+    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], lower: Int[Array, "B S"]
+) -> Float[Array, "B S N H"]:
+    """`model.attention.attend` in one call, float32 arrays, products of bfloat16."""
+    return _attend_forward(q, k, v, lower)[0]
+
+
+def _attend_forward(q, k, v, lower):
+    results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
+    out, log_sum = jax.ffi.ffi_call("noon_attention_forward", results)(q, k, v, lower)
+    return out, (q, k, v, lower, out, log_sum)
+
+
+def _attend_backward(kept, d_out):
+    slopes = tuple(jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in kept[:3])
+    return (*jax.ffi.ffi_call("noon_attention_backward", slopes)(*kept, d_out), None)
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def cross_entropy(
+    h: Float[Array, "T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, " T"],
+    weights: Float[Array, " T"],
+    z_loss_weight: float,
+) -> tuple[Float[Array, " T"], Float[Array, " T"], Float[Array, "T D"], Float[Array, "D V"]]:
+    """Cross-entropy and log-sum-exp of each token, and the slopes of sum(weights * (ce + z * lse^2)) in h and head."""
+    results = tuple(
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (targets.shape, targets.shape, h.shape, head.shape)
+    )
+    call = jax.ffi.ffi_call("noon_cross_entropy", results)
+    return call(h, head, targets, weights, z_loss_weight=np.float32(z_loss_weight))

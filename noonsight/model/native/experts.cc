@@ -11,6 +11,7 @@
 #include "vector.h"
 
 namespace noon {
+namespace {
 namespace ffi = xla::ffi;
 
 struct Sizes {
@@ -221,6 +222,7 @@ ffi::Error backward_handler(ffi::ThreadPool pool, F32 x, I32 chosen, F32 weights
   return ffi::Error::Success();
 }
 
+}  // namespace
 }  // namespace noon
 
 #define NOON_EXPERTS                                                                                                     \

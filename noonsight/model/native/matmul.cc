@@ -3,6 +3,7 @@
 #include "pool.h"
 
 namespace noon {
+namespace {
 namespace ffi = xla::ffi;
 
 // Rows of one task: enough tasks for every thread, each a multiple of both kernels' tiles where there are rows enough.
@@ -61,6 +62,7 @@ ffi::Error matmul_handler(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
+}  // namespace
 }  // namespace noon
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(noon_matmul, noon::matmul_handler,
