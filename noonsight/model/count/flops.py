@@ -17,6 +17,7 @@ from noonsight.model.count.parameters import expert_parameters, matrix_stacks, p
 NEWTON_SCHULZ_ITERATIONS = 5
 # Elementwise operations for one parameter, each with the addition of the update to it.
 ADAM = 14  # two moments 3 + 4, their bias 2, root, epsilon, division, rate and addition
+ADAMW = ADAM + 2  # decay and its addition
 HYPERBALL = 12  # three norms 6, the turn 3, back to the radius 1, difference and addition 2
 MUON_MOMENTUM = 7  # momentum 2, Nesterov 2, norm 2, division
 
@@ -156,7 +157,7 @@ def optimizer_flops(config: ModelConfig, kind: OptimizerKind = "muonh") -> int:
     stacks = matrix_stacks(config).values()
     turned = sum(number * rows * columns for number, rows, columns in stacks)
     if kind == "adamw":
-        return ADAM * total
+        return ADAMW * total
     adam_and_head = ADAM * (total - turned) + (HYPERBALL - 2) * parts["head"]
     if kind == "adamh":
         return adam_and_head + (ADAM + HYPERBALL - 2) * turned
