@@ -219,7 +219,7 @@ def test_adamh_costs_more_than_adamw_and_less_than_muonh():
 
 
 def test_what_is_no_family_or_no_run_is_refused():
-    with pytest.raises(ValueError, match="did you mean 'hero'.*ladder-768"):
+    with pytest.raises(ValueError, match=r"did you mean .hero.\?.*ladder-768"):
         count_family("heros")
     with pytest.raises(ValueError, match="0 steps are no run"):
         count_family("hero", steps=0)
