@@ -219,6 +219,7 @@ def small_dense(config: ModelConfig) -> ModelConfig:
         head_width=8,
         dense_width=48,
         compute_dtype="float32",
+        matmul_dtype="float32",
     )
 
 

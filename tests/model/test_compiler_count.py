@@ -42,6 +42,7 @@ MOE = replace(
     exchange="einsum",  # runs every expert on every row: counted by `_idle`
     balance="none",
     compute_dtype="float32",
+    matmul_dtype="float32",
 )
 DENSE = replace(MOE, num_experts=0, num_experts_per_token=0, num_shared_experts=0, dense_width=512, exchange="sorted")
 

@@ -27,7 +27,14 @@ from noonsight.train.optim import by_path, make_optimizer
 from tests.model.setting import logits_of, packed_batch
 from tests.train.toy import optimizer_config
 
-LLAMA = replace(marin_32b(qk_norm=False), vocab_size=61, sequence_length=40, window=40, compute_dtype="float32")
+LLAMA = replace(
+    marin_32b(qk_norm=False),
+    vocab_size=61,
+    sequence_length=40,
+    window=40,
+    compute_dtype="float32",
+    matmul_dtype="float32",
+)
 ONE_HEAD = replace(
     LLAMA,
     width=16,

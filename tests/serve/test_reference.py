@@ -25,7 +25,9 @@ def tiny_snowball():
     sizes = ("vocab_size", "width", "num_layers", "sequence_length", "num_heads", "head_width", "window")
     kept = {name: getattr(tiny, name) for name in (*sizes, "num_experts", "num_experts_per_token", "expert_width")}
     changes = {"num_kv_heads_local": 2, "num_kv_heads_global": 2, "global_window": 40, "shared_width": 20}
-    return replace(snowball(), **kept, **changes, gated_norm_rank=4, compute_dtype="float32", remat="none")
+    return replace(
+        snowball(), **kept, **changes, gated_norm_rank=4, compute_dtype="float32", matmul_dtype="float32", remat="none"
+    )
 
 
 @pytest.mark.parametrize(
