@@ -191,9 +191,9 @@ def _jax_routed(params: Any, extra: dict[str, Any], tokens: Any, config: ModelCo
             return seen[site]
 
         lower = jnp.where(kind.is_global, wide, local)
-        reach = transformer.Reach(convolve, lambda q, k, v: attention.attend(q, k, v, lower))
+        reach = transformer.Reach(convolve, lambda q, k, v: attention.attend(q, k, v, lower, config.matmul_dtype))
         after, _, _ = transformer.block(x, layer, kind, reach, angles, segments >= 0, config)
-        m = gated_norm(x + seen["attn"], layer.moe_norm, layer.moe_gate, config.norm_eps)
+        m = gated_norm(x + seen["attn"], layer.moe_norm, layer.moe_gate, config)
         chosen = moe.route(m.reshape(-1, config.width), layer.router, layer.router_bias, config).chosen
         return after, chosen.reshape(*tokens.shape, -1)
 
