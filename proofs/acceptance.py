@@ -6,6 +6,7 @@ against their bounds; nothing here judges.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -205,8 +206,9 @@ def parity() -> dict[str, Any]:
             close.recorded = True  # type: ignore[attr-defined]
             item.module.close = close
 
-    command = [str(HOUSE / "tests" / "model" / "test_parity.py"), "-q", "-p", "no:cacheprovider", "-p", "no:terminal"]
-    code = pytest.main(command, plugins=[Recorder()])
+    with contextlib.redirect_stdout(sys.stderr):
+        tests = str(HOUSE / "tests" / "model" / "test_parity.py")
+        code = pytest.main([tests, "-p", "no:cacheprovider"], plugins=[Recorder()])
     about = {
         f"{bound:g}": {"comparisons": len(errors), "error": max(errors)[0], "worst": max(errors)[1]}
         for bound, errors in sorted(recorded.items())
@@ -216,7 +218,6 @@ def parity() -> dict[str, Any]:
 
 def exchange() -> dict[str, Any]:
     """Dropless exchanges against the dense oracle: outputs and all gradients, relative to the largest entry."""
-    import jax
     import jax.numpy as jnp
     import numpy as np
 
@@ -225,26 +226,31 @@ def exchange() -> dict[str, Any]:
     found: dict[str, dict[str, float]] = {}
     for dtype in ("float32", "bfloat16"):
         rng = np.random.default_rng(0)
-        shapes = ((300, 16), (5, 16, 8), (5, 16, 8), (5, 8, 16))
-        x, gate, up, down = (jnp.asarray(0.5 * rng.standard_normal(shape), dtype) for shape in shapes)
+        shapes = ((300, 16), (300, 2), (5, 16, 8), (5, 16, 8), (5, 8, 16))  # rows, weights, gate, up, down
+        given = [jnp.asarray(0.5 * rng.standard_normal(shape), dtype) for shape in shapes]
         chosen = jnp.asarray(np.stack([rng.permutation(4)[:2] for _ in range(300)]), jnp.int32)  # expert 4 is idle
-        weights, valid = jnp.asarray(rng.random((300, 2)), dtype), jnp.asarray(rng.random(300) < 0.8)
-
-        def run(name: str, given: tuple[Any, ...], chosen: Any = chosen, valid: Any = valid) -> list[Any]:
-            def total(x: Any, weights: Any, gate: Any, up: Any, down: Any) -> Any:
-                y, _ = EXCHANGES[name](x, chosen, weights, valid, gate, up, down)
-                return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
-
-            (_, y), slopes = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4), has_aux=True))(*given)
-            return [y, *slopes]
-
-        given = (x, weights, gate, up, down)
-        oracle = run("einsum", tuple(each.astype(jnp.float32) for each in given))
+        valid = jnp.asarray(rng.random(300) < 0.8)
+        oracle = _exchanged("einsum", [each.astype(jnp.float32) for each in given], chosen, valid)
         for name in EXCHANGES:
             if name != "einsum":
-                errors = [_error(one, other, 0) for one, other in zip(run(name, given), oracle)]
-                found.setdefault(name, {})[dtype] = max(errors)
+                pairs = zip(_exchanged(name, given, chosen, valid), oracle)
+                found.setdefault(name, {})[dtype] = max(_error(one, other, 0) for one, other in pairs)
     return found
+
+
+def _exchanged(name: str, given: list[Any], chosen: Any, valid: Any) -> list[Any]:
+    """Output and gradients of the named exchange."""
+    import jax
+    import jax.numpy as jnp
+
+    from noonsight.model.exchange import EXCHANGES
+
+    def total(rows: Any, weights: Any, *experts: Any) -> Any:
+        y, _ = EXCHANGES[name](rows, chosen, weights, valid, *experts)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+    (_, y), slopes = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4), has_aux=True))(*given)
+    return [y, *slopes]
 
 
 def segments() -> dict[str, Any]:

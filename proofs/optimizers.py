@@ -41,6 +41,8 @@ ADAMW_RATES = (1e-3, 2e-3, 4e-3, 8e-3)  # swept with the first decay; continued 
 ADAMW_DECAYS = (0.1, 0.0, 0.3)  # the others are swept at the best rate
 ADAMW_EPSILON, ADAMW_WARMUP = 1e-8, 0.05
 WARM_STEPS, TIMED_STEPS = 3, 9
+NUM_LOOKS = 12  # an arm of S seconds is looked at every S // 12 steps, so that arms can be compared at equal steps
+DIVERGED = 99.0  # bits per byte of an arm whose loss was not finite: worse than any other
 CORPUS = """from experiments.miniature import KINDS, TEXT, VOCABULARY
 from noonsight.recipe.window import Experiment, curate, text_folders
 
@@ -86,7 +88,7 @@ def main() -> int:
     if given.arm:
         return run_arm(*given.arm)
     found = compare(given.root.resolve(), given.seconds, given.sweep_seconds or given.seconds / 2, SEEDS[: given.seeds])
-    print(table(found))
+    say(table(found))
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
@@ -94,7 +96,7 @@ def main() -> int:
 
 def compare(root: Path, seconds: float, sweep_seconds: float, seeds: tuple[int, ...] = SEEDS) -> dict[str, Any]:
     """Sweep AdamW, then run both on each seed in turn; the whole comparison as JSON. Goes on where it was killed."""
-    corpus(root)
+    make_corpus(root)
     num_sweep = len(ADAMW_RATES) + len(ADAMW_DECAYS) - 1
     total = num_sweep * sweep_seconds + 2 * len(seeds) * seconds
     say(
@@ -220,45 +222,41 @@ def run_arm(plan_file: Path, result: Path) -> int:
     from noonsight.tokens.batches import open_batches
 
     plan = json.loads(plan_file.read_text())
-    planned, folder = Arm(**plan["arm"]), Path(plan["root"]) / "corpus"
-    shape = model()
+    planned, shape = Arm(**plan["arm"]), ModelConfig(**plan["setting"]["model"])
+    corpus = Path(plan["root"]) / "corpus"
+    rows = plan["setting"]["batch_size"]
+    length, key = shape.sequence_length, jax.random.key(planned.seed)
     batches = open_batches(
-        folder / "store@1",
-        folder / "mixture@1",
-        seed=planned.seed,
-        sequence_length=shape.sequence_length,
-        batch_size=BATCH_SIZE,
+        corpus / "store@1", corpus / "mixture@1", seed=planned.seed, sequence_length=length, batch_size=rows
     )
-    program, key = make_program(shape), jax.random.key(planned.seed)
-    trial = _Run(program, rates_of(planned, shape, 1000), key, 1000)
+    program, measure = make_program(shape), make_measure(shape, corpus / "store@1")
+    trial = _Run(program, rates_of(planned, shape.width, rows * length, num_steps=1000), key, 1000)
     for step in range(WARM_STEPS + TIMED_STEPS):
         trial.take(batches.batch, step)
-    step_s = statistics.median(trial.step_s[WARM_STEPS:])
-    num_steps = max(4, math.floor(planned.seconds / step_s))
-    run = _Run(program, rates_of(planned, shape, num_steps), key, num_steps)
-    measure = make_measure(shape, folder / "store@1")
-    every = max(1, int(planned.seconds // 12))
-    curve = []
-    for step in range(num_steps):
-        if not math.isfinite(run.take(batches.batch, step)):
+    timed_step_s = statistics.median(trial.step_s[WARM_STEPS:])
+    num_steps = steps_in(planned.seconds, timed_step_s)
+
+    run = _Run(program, rates_of(planned, shape.width, rows * length, num_steps=num_steps), key, num_steps)
+    every, curve = max(1, int(planned.seconds // NUM_LOOKS)), []
+    for step in range(1, num_steps + 1):
+        if not math.isfinite(run.take(batches.batch, step - 1)):
             break
-        if (step + 1) % every == 0:
-            scores = measure(run.state.params, run.state.extra, every=4)
-            curve.append((step + 1, round(scores.micro, 5)))
-    finite = all(map(math.isfinite, run.losses))
-    scores = measure(run.state.params, run.state.extra) if finite else None
+        if step % every == 0:
+            curve.append((step, round(measure(run.state.params, run.state.extra, every=4).micro, 5)))
+    diverged = not math.isfinite(run.losses[-1])
+    scores = None if diverged else measure(run.state.params, run.state.extra)
     found = {
         **{name: plan[name] for name in ("arm", "setting")},
         "optimizer": asdict(run.config),
-        "bits_per_byte": scores.micro if scores else float("inf"),
-        "macro": scores.macro if scores else float("inf"),
+        "bits_per_byte": scores.micro if scores else DIVERGED,
+        "macro": scores.macro if scores else DIVERGED,
         "num_steps": num_steps,
+        "tokens": num_steps * rows * length,
+        "passes": round(num_steps / batches.num_steps_per_epoch, 3),
         "seconds": round(sum(run.step_s), 2),
         "step_s": round(statistics.median(run.step_s), 4),
-        "timed_step_s": round(step_s, 4),
+        "timed_step_s": round(timed_step_s, 4),
         "compile_s": round(run.compile_s, 2),
-        "tokens": num_steps * BATCH_SIZE * shape.sequence_length,
-        "passes": round(num_steps / batches.num_steps_per_epoch, 3),
         "train_loss": round(statistics.fmean(run.losses[-max(1, num_steps // 10) :]), 5),
         "curve": curve,
         "load": [round(each, 2) for each in os.getloadavg()],
@@ -267,8 +265,16 @@ def run_arm(plan_file: Path, result: Path) -> int:
     return 0
 
 
-def rates_of(planned: Arm, shape: ModelConfig, num_steps: int) -> OptimizerConfig:
-    """MuonH by the transfer rule for this many steps; AdamW as the arm says. Raises ValueError where the rule clamps."""
+def steps_in(seconds: float, step_s: float) -> int:
+    """Whole steps of `step_s` that fit into `seconds`, but at least four, so that a try has a schedule."""
+    return max(4, math.floor(seconds / step_s))
+
+
+def rates_of(planned: Arm, width: int, batch_tokens: int, *, num_steps: int) -> OptimizerConfig:
+    """MuonH by the transfer rule for this many steps; AdamW as the arm says.
+
+    Raises ValueError where the rule clamps and the arm is of full length; a try may be too short for the rule.
+    """
     from noonsight.scaling.transfer import declare, hero_rates, require_unclamped
     from noonsight.train.config import OptimizerConfig
 
@@ -283,8 +289,7 @@ def rates_of(planned: Arm, shape: ModelConfig, num_steps: int) -> OptimizerConfi
             weight_decay=planned.weight_decay,
             warmup_fraction=ADAMW_WARMUP,
         )
-    batch_tokens = BATCH_SIZE * shape.sequence_length
-    rates = declare(hero_rates(num_steps * batch_tokens, shape.width, batch_tokens), beta2=BETA2)
+    rates = declare(hero_rates(num_steps * batch_tokens, width, batch_tokens), beta2=BETA2)
     if planned.seconds >= SECONDS:
         require_unclamped(rates, planned.name)
     return OptimizerConfig(
@@ -334,15 +339,13 @@ class _Run:
         return self.losses[-1]
 
 
-def corpus(root: Path) -> None:
-    """The token store of the miniature's text below `root`, made by its own stages; skipped when it is there."""
+def make_corpus(root: Path) -> None:
+    """The token store of the miniature's text in `root/corpus`, made by its own stages; skipped when it is there."""
+    from noonsight.plan.runner import run_experiment
+
     root.mkdir(parents=True, exist_ok=True)
     file = root / "corpus.py"
     file.write_text(CORPUS)
-    from noonsight.plan.runner import run_experiment
-
-    sys.path.insert(0, str(HOUSE))
-    os.environ["PYTHONPATH"] = str(HOUSE)
     if run_experiment(file, root) != 0:
         raise RuntimeError(f"the corpus could not be made in {root}; what was said above tells why")
 
