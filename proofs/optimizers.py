@@ -40,6 +40,7 @@ BETA2 = 0.98  # of both: what the miniature declares; the transfer rule would cl
 ADAMW_RATES = (1e-3, 2e-3, 4e-3, 8e-3)  # swept with the first decay; continued while the best one is at an end
 ADAMW_DECAYS = (0.1, 0.0, 0.3)  # the others are swept at the best rate
 ADAMW_EPSILON, ADAMW_WARMUP = 1e-8, 0.05
+INIT_SCALE, OTHER_SCALE = 0.5, 1.0  # of the hero; and doubled, on the first seed, because MuonH keeps it for ever
 WARM_STEPS, TIMED_STEPS = 3, 9
 NUM_LOOKS = 12  # an arm of S seconds is looked at every S // 12 steps, so that arms can be compared at equal steps
 DIVERGED = 99.0  # bits per byte of an arm whose loss was not finite: worse than any other
@@ -61,12 +62,14 @@ class Arm:
     seconds: float
     adam_lr: float | None = None
     weight_decay: float = 0.0
+    init_scale: float = INIT_SCALE
 
     @property
     def name(self) -> str:
         """File name of its result."""
         rates = "" if self.adam_lr is None else f"-lr{self.adam_lr:g}-decay{self.weight_decay:g}"
-        return f"{self.kind}-seed{self.seed}-{self.seconds:g}s{rates}"
+        scale = "" if self.init_scale == INIT_SCALE else f"-scale{self.init_scale:g}"
+        return f"{self.kind}-seed{self.seed}-{self.seconds:g}s{rates}{scale}"
 
 
 def model() -> ModelConfig:
@@ -98,20 +101,22 @@ def compare(root: Path, seconds: float, sweep_seconds: float, seeds: tuple[int, 
     """Sweep AdamW, then run both on each seed in turn; the whole comparison as JSON. Goes on where it was killed."""
     make_corpus(root)
     num_sweep = len(ADAMW_RATES) + len(ADAMW_DECAYS) - 1
-    total = num_sweep * sweep_seconds + 2 * len(seeds) * seconds
-    say(
-        f"{num_sweep} arms of {sweep_seconds:g} s, {2 * len(seeds)} of {seconds:g} s: {total / 60:.0f} minutes of steps"
-    )
+    num_arms = 2 * len(seeds) + 2
+    total = num_sweep * sweep_seconds + num_arms * seconds
+    say(f"{num_sweep} arms of {sweep_seconds:g} s, {num_arms} of {seconds:g} s: {total / 60:.0f} minutes of steps")
     swept = sweep(root, sweep_seconds)
-    best = min(swept, key=lambda each: each["bits_per_byte"])
-    pairs = []
-    for seed in seeds:
-        muonh = arm(root, Arm(kind="muonh", seed=seed, seconds=seconds))
-        rates = {"adam_lr": best["arm"]["adam_lr"], "weight_decay": best["arm"]["weight_decay"]}
-        pairs.append(
-            {"seed": seed, "muonh": muonh, "adamw": arm(root, Arm(kind="adamw", seed=seed, seconds=seconds, **rates))}
-        )
-    return {"seconds": seconds, "setting": setting(), "sweep": swept, "pairs": pairs, "summary": summary(pairs)}
+    best = min(swept, key=lambda each: each["bits_per_byte"])["arm"]
+    rates = {"adam_lr": best["adam_lr"], "weight_decay": best["weight_decay"]}
+
+    def pair(seed: int, scale: float) -> dict[str, Any]:
+        both = (("muonh", {}), ("adamw", rates))
+        return {"seed": seed} | {
+            kind: arm(root, Arm(kind=kind, seed=seed, seconds=seconds, init_scale=scale, **own)) for kind, own in both
+        }
+
+    pairs = [pair(seed, INIT_SCALE) for seed in seeds]
+    found = {"seconds": seconds, "setting": setting(), "sweep": swept, "pairs": pairs, "summary": summary(pairs)}
+    return {**found, "doubled_scale": pair(seeds[0], OTHER_SCALE)}
 
 
 def sweep(root: Path, seconds: float) -> list[dict[str, Any]]:
@@ -170,11 +175,16 @@ def table(found: dict[str, Any]) -> str:
             f"| {pair['seed']} | {_cell(one)} | {_cell(two)} | {one['bits_per_byte'] - two['bits_per_byte']:+.4f} "
             f"| {equal['muonh']:.4f}, {equal['adamw']:.4f} (step {equal['step']}) |"
         )
-    total = found["summary"]
+    total, doubled = found["summary"], found["doubled_scale"]
     lines.append(
         f"\nMuonH minus AdamW: {total['difference']['mean']:+.4f} bits per byte (standard deviation over "
         f"{total['num_seeds']} seeds {total['difference']['standard_deviation']:.4f}), lower in "
         f"{total['muonh_lower']} of {total['num_seeds']}. AdamW had the sweep, MuonH the transfer rule."
+    )
+    lines.append(
+        f"\nWith the initial scale of all matrices doubled, seed {doubled['seed']}: MuonH {_cell(doubled['muonh'])}, AdamW "
+        f"{_cell(doubled['adamw'])}. MuonH keeps the norm that a matrix starts with, so the largest logit it can reach "
+        "is a choice of the initial scale and of the width."
     )
     return "\n".join(lines)
 
@@ -222,7 +232,8 @@ def run_arm(plan_file: Path, result: Path) -> int:
     from noonsight.tokens.batches import open_batches
 
     plan = json.loads(plan_file.read_text())
-    planned, shape = Arm(**plan["arm"]), ModelConfig(**plan["setting"]["model"])
+    planned = Arm(**plan["arm"])
+    shape = ModelConfig(**plan["setting"]["model"] | {"init_scale": planned.init_scale})
     corpus = Path(plan["root"]) / "corpus"
     rows = plan["setting"]["batch_size"]
     length, key = shape.sequence_length, jax.random.key(planned.seed)

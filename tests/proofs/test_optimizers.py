@@ -52,7 +52,8 @@ def test_the_sweep_goes_on_while_the_best_rate_is_an_end(arms, tmp_path, rate):
 
 def test_seeds_take_turns_and_adamw_has_the_best_of_its_sweep(arms, tmp_path):
     found = optimizers.compare(tmp_path, 30, 10, (1, 2))
-    assert [name.split("-lr")[0] for name in arms[0][-4:]] == [
+    assert arms[0][-2:] == ["muonh-seed1-30s-scale1", "adamw-seed1-30s-lr0.002-decay0.3-scale1"]
+    assert [name.split("-lr")[0] for name in arms[0][-6:-2]] == [
         "muonh-seed1-30s",
         "adamw-seed1-30s",
         "muonh-seed2-30s",
