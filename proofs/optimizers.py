@@ -37,7 +37,8 @@ SECONDS, SWEEP_SECONDS = 300.0, 150.0
 VOCABULARY = 4096
 BATCH_SIZE = 32  # rows of 256 tokens: 8,192 tokens a step, because Newton-Schulz costs the same for any batch
 BETA2 = 0.98  # of both: what the miniature declares; the transfer rule would clamp it at this batch size
-ADAMW_RATES = (1e-3, 2e-3, 4e-3, 8e-3)  # swept with the first decay; continued while the best one is at an end
+NEWTON_SCHULZ = "float32"  # as in the miniature
+ADAMW_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # swept with the first decay; continued while the best one is at an end
 ADAMW_DECAYS = (0.1, 0.0, 0.3)  # the others are swept at the best rate
 ADAMW_EPSILON, ADAMW_WARMUP = 1e-8, 0.05
 INIT_SCALE, OTHER_SCALE = 0.5, 1.0  # of the hero; and doubled, on the first seed, because MuonH keeps it for ever
@@ -73,9 +74,12 @@ class Arm:
 
 
 def model() -> ModelConfig:
-    """The hero family at a size that learns much in five minutes on two cores: 3.5 million parameters."""
-    heads = {"num_heads": 6, "head_width": 32, "num_kv_heads_local": 1, "num_kv_heads_global": 1}
-    return replace(miniature(192, 4, VOCABULARY), **heads)
+    """The hero family at a size that learns much in five minutes on two cores: 5 million parameters.
+
+    Rather wide than deep: the largest logit that the hero's fixed norms allow grows as the root of the width.
+    """
+    heads = {"num_heads": 8, "head_width": 32, "num_kv_heads_local": 2, "num_kv_heads_global": 1}
+    return replace(miniature(256, 3, VOCABULARY), **heads)
 
 
 def main() -> int:
@@ -218,6 +222,7 @@ def setting() -> dict[str, Any]:
         "model": asdict(model()),
         "batch_size": BATCH_SIZE,
         "beta2": BETA2,
+        "newton_schulz": NEWTON_SCHULZ,
         "adamw": {"epsilon": ADAMW_EPSILON, "warmup_fraction": ADAMW_WARMUP},
     }
 
@@ -311,6 +316,7 @@ def rates_of(planned: Arm, width: int, batch_tokens: int, *, num_steps: int) -> 
         beta2=rates.beta2,
         epsilon=rates.epsilon,
         momentum=rates.momentum,
+        newton_schulz=NEWTON_SCHULZ,
         warmup_fraction=rates.warmup_fraction,
         min_lr_fraction=rates.min_lr_fraction,
     )

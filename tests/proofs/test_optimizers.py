@@ -21,7 +21,7 @@ def result(planned: Arm, bits_per_byte: float, curve=((5, 3.0), (10, 2.5))):
 @pytest.fixture
 def arms(monkeypatch):
     """Arms that are not run: the loss is lowest at a rate and at decay 0.3; returns the names in running order."""
-    ran, best = [], {"rate": 2e-3}
+    ran, best = [], {"rate": 4e-3}
 
     def arm(root, planned):
         ran.append(planned.name)
@@ -37,7 +37,7 @@ def arms(monkeypatch):
 
 def test_the_sweep_tries_every_rate_then_the_decays_at_the_best(arms, tmp_path):
     swept = sweep(tmp_path, 10)
-    assert [each["arm"]["adam_lr"] for each in swept] == [*optimizers.ADAMW_RATES, 2e-3, 2e-3]
+    assert [each["arm"]["adam_lr"] for each in swept] == [*optimizers.ADAMW_RATES, 4e-3, 4e-3]
     assert [each["arm"]["weight_decay"] for each in swept[-3:]] == [0.1, 0.0, 0.3]
     assert {each["arm"]["seed"] for each in swept} == {optimizers.SWEEP_SEED}
     assert optimizers.SWEEP_SEED not in optimizers.SEEDS
@@ -52,7 +52,7 @@ def test_the_sweep_goes_on_while_the_best_rate_is_an_end(arms, tmp_path, rate):
 
 def test_seeds_take_turns_and_adamw_has_the_best_of_its_sweep(arms, tmp_path):
     found = optimizers.compare(tmp_path, 30, 10, (1, 2))
-    assert arms[0][-2:] == ["muonh-seed1-30s-scale1", "adamw-seed1-30s-lr0.002-decay0.3-scale1"]
+    assert arms[0][-2:] == ["muonh-seed1-30s-scale1", "adamw-seed1-30s-lr0.004-decay0.3-scale1"]
     assert [name.split("-lr")[0] for name in arms[0][-6:-2]] == [
         "muonh-seed1-30s",
         "adamw-seed1-30s",
