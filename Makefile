@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint setup prove-miniature clean
+.PHONY: run test lint setup prove-miniature prove-model clean
 
 run: $(STAMP)  ## install, then train the miniature on real text (about 4 minutes on two cores)
 	@$(BIN)/noon run experiments/miniature.py
@@ -21,6 +21,9 @@ setup: $(STAMP)  ## make the environment only
 
 prove-miniature: $(STAMP)  ## five seeds of the whole voyage and everything issue 2 wants; writes proofs/miniature.json (25 minutes)
 	@$(BIN)/python -m proofs.miniature
+
+prove-model: $(STAMP)  ## everything issue 3 wants of model and optimiser; writes proofs/model.json (over an hour, goes on when killed)
+	@$(BIN)/python -m proofs.model
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "noonsight needs Python 3.11 or newer; $(PYTHON) is %d.%d. What to do: make run PYTHON=python3.11" % v[:2])'

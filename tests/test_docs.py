@@ -79,3 +79,17 @@ def test_the_proof_on_the_page_is_the_proof_that_was_measured():
     figures = json.loads((HOUSE / "proofs" / "miniature.json").read_text())
     assert (HOUSE / "proofs" / "README.md").read_text().split(miniature.HEADING)[1] == miniature.table(figures)
     assert figures["seeds"] == list(miniature.SEEDS) == [run["seed"] for run in figures["voyages"]]
+
+
+def test_the_models_proof_on_the_page_is_the_one_that_was_measured():
+    import json
+
+    from proofs import miniature, model, optimizers
+
+    page, file = (HOUSE / "proofs" / "README.md").read_text(), HOUSE / "proofs" / "model.json"
+    assert file.is_file() == (model.HEADING in page), "a figure on the page that no file holds, or the other way round"
+    if file.is_file():
+        figures = json.loads(file.read_text())
+        assert page.split(model.HEADING)[1].split(miniature.HEADING)[0] == model.table(figures) + "\n"
+        assert figures["summary"] == model.summary(figures)
+        assert [pair["seed"] for pair in figures["optimizers"]["pairs"]] == list(optimizers.SEEDS)

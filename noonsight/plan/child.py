@@ -16,6 +16,7 @@ from noonsight.plan.screen import Screen
 from noonsight.plan.worker import PARENT
 
 GRACE_S = 5.0  # between asking a stage to stop and killing it
+HUGE_PAGES = "glibc.malloc.hugetlb"
 
 
 def run_worker(out: Path, root: Path, placement: record.Placement, screen: Screen, label: str) -> int:
@@ -50,23 +51,40 @@ def run_worker(out: Path, root: Path, placement: record.Placement, screen: Scree
 
 
 def environment(root: Path, placement: record.Placement) -> dict[str, str]:
-    """Environment of a worker: huge pages, one compilation cache per root, as many devices as the placement says."""
+    """Environment of a worker: huge pages where the C library is glibc, one compilation cache per root, as many devices
+    as the placement says.
+    """
     given = dict(os.environ)
     source = str(Path(noonsight.__file__).parent.parent)
     flags = [flag for flag in given.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-    tunables = [each for each in (given.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1") if each]
     return {
         "JAX_PLATFORMS": "cpu",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         **given,
         "JAX_COMPILATION_CACHE_DIR": str(root / ".cache" / "jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "GLIBC_TUNABLES": ":".join(tunables),
+        **({"GLIBC_TUNABLES": with_huge_pages(given.get("GLIBC_TUNABLES", ""))} if _has_glibc() else {}),
         "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={placement.num_devices}"]),
         "PYTHONPATH": os.pathsep.join([source, *([given["PYTHONPATH"]] if given.get("PYTHONPATH") else [])]),
         PARENT: str(os.getpid()),
         **placement.environment,
     }
+
+
+def with_huge_pages(tunables: str) -> str:
+    """The value of GLIBC_TUNABLES that lets malloc ask for transparent huge pages, unless `tunables` settles it already.
+
+    A training step frees and takes again hundreds of megabytes; with pages of 4 KiB much of its time is page faults.
+    """
+    settled = any(each.startswith(f"{HUGE_PAGES}=") for each in tunables.split(":"))
+    return tunables if settled else ":".join(filter(None, (tunables, f"{HUGE_PAGES}=1")))
+
+
+def _has_glibc() -> bool:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (AttributeError, ValueError, OSError):  # no such question on this system
+        return False
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:

@@ -240,7 +240,18 @@ def _machine() -> dict[str, Any]:
     versions = {name: importlib.metadata.version(name) for name in ("jax", "numpy")}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     system = f"{platform.system()} {platform.machine()}"
-    return {"cores": cores, "memory_bytes": memory, "system": system, "python": platform.python_version(), **versions}
+    allocator = {"glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""), "huge_pages": _huge_pages()}
+    about = {"cores": cores, "memory_bytes": memory, "system": system, "python": platform.python_version()}
+    return {**about, **versions, "allocator": allocator}
+
+
+def _huge_pages() -> str:
+    """When the kernel gives transparent huge pages: always, madvise (to who asks) or never."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0]
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ that was never stopped.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +74,7 @@ def pretrain(
         if first < config.num_steps:
             journal.beat(first, "compile")
             with stop.may_interrupt():
-                train_step = compile_step(make_train_step(program, optimizer), state, batch(first))
+                train_step = _compile(make_train_step(program, optimizer), state, batch(first), writer)
             journal.restart_clock()
             state = run_loop(
                 state,
@@ -121,19 +124,49 @@ def carry_evaluations(out: Path, writer: Writer, step: int) -> dict[str, float]:
 
 
 def keep_compilations(out: Path) -> None:
-    """Let a restarted worker find the executable of its predecessor, in `out` or where JAX_COMPILATION_CACHE_DIR
-    says.
+    """Let a restarted worker find every executable of its predecessor, in `out` or where JAX_COMPILATION_CACHE_DIR
+    says, and another run those that are the same.
     """
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(out / "compiled"))
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[Counter[str]]:
+    """Counts what this process has "asked" to be compiled meanwhile, and what of it was "found" in the cache."""
+    names = {
+        "/jax/compilation_cache/compile_requests_use_cache": "asked",
+        "/jax/compilation_cache/cache_hits": "found",
+    }
+    seen: Counter[str] = Counter()
+
+    def listen(event: str, **_: Any) -> None:
+        seen.update([names[event]] if event in names else [])
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
 
 
 def write_table(out: Path, name: str, table: dict[str, Any]) -> None:
     """A small table that a page shows: `tables/<name>.json`."""
     (out / "tables").mkdir(exist_ok=True)
     write_atomic(out / "tables" / f"{name}.json", encode(table))
+
+
+def _compile(step: Callable[..., Any], state: State, data: Any, writer: Writer) -> Callable[..., Any]:
+    """The run's one executable, and an event that says whether it had to be made."""
+    start = time.perf_counter()
+    with counted_compilations() as seen:
+        compiled = compile_step(step, state, data)
+    seconds, found = round(time.perf_counter() - start, 3), seen["found"] > 0
+    text = f"The train step was {'found in the cache' if found else 'compiled'} in {seconds:.1f} s."
+    writer.event("compiled", text, step=int(state.step), data={"seconds": seconds, "from_cache": found})
+    return compiled
 
 
 def _recorder(writer: Writer) -> Callable[[Path, checkpoint.Kind], None]:

@@ -1,0 +1,189 @@
+"""Everything that the hero model and its optimiser must hold, measured: counts, rates, acceptance checks, speed, MuonH against AdamW.
+
+    make prove-model            (over an hour on two idle cores; nothing else may run; a killed run goes on)
+
+Writes `proofs/model.json` and its section of `proofs/README.md`. Speed is taken from `benchmarks/results/train_step.json`
+(`make bench-train-step` measures it); what was not measured is said to be so and holds nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from proofs import acceptance, miniature, optimizers
+from proofs.miniature import HOUSE, commit, machine, now
+
+SPEED = HOUSE / "benchmarks" / "results" / "train_step.json"
+HEADING = "## The model\n"
+RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le,
+    "<": operator.lt,
+    ">=": operator.ge,
+    ">": operator.gt,
+    "=": operator.eq,
+}
+
+
+def main() -> int:
+    """Measure, write, print; 0 when everything was measured and holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=optimizers.SECONDS, help="of each arm of the comparison")
+    parser.add_argument("--seeds", type=int, default=len(optimizers.SEEDS), help="how many of the announced seeds")
+    parser.add_argument("--root", type=Path, default=optimizers.ROOT, help="where the arms of the comparison are kept")
+    parser.add_argument("--out", type=Path, help="write only this file, for a try")
+    given = parser.parse_args()
+    started = time.monotonic()
+    figures: dict[str, Any] = {"machine": machine(), "commit": commit(), "at": now()}
+    figures["acceptance"] = {each.__name__: measure(each.__name__) for each in acceptance.MEASUREMENTS}
+    figures["speed"] = json.loads(SPEED.read_text()) if SPEED.is_file() else None
+    seeds = optimizers.SEEDS[: given.seeds]
+    figures["optimizers"] = optimizers.compare(given.root.resolve(), given.seconds, given.seconds / 2, seeds)
+    figures["summary"] = summary(figures)
+    figures["minutes"] = round((time.monotonic() - started) / 60, 1)
+    text = json.dumps(figures, indent=1) + "\n"
+    if given.out:
+        given.out.write_text(text)
+    else:
+        (HOUSE / "proofs" / "model.json").write_text(text)
+        page = HOUSE / "proofs" / "README.md"
+        page.write_text(with_section(page.read_text(), table(figures)))
+    print(table(figures))
+    return 0 if all(line["holds"] for line in figures["summary"]) else 1
+
+
+def measure(name: str) -> Any:
+    """One of the acceptance measurements, in a process of its own."""
+    print(f"measuring {name}", flush=True)
+    command = [sys.executable, "-m", "proofs.acceptance", name]
+    done = subprocess.run(command, cwd=HOUSE, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"proofs.acceptance {name} failed; what it said stands above")
+    return json.loads(done.stdout)
+
+
+def summary(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each demand with its figure, the bound and whether it holds (None: not measured)."""
+    return [
+        *_counted(figures["acceptance"]),
+        *_accepted(figures["acceptance"]),
+        *_fast(figures["speed"]),
+        *_learned(figures["optimizers"]),
+    ]
+
+
+def line(demand: str, value: Any, relation: str, bound: Any) -> dict[str, Any]:
+    """One demand; the verdict follows from value, relation and bound and from nothing else."""
+    holds = None if value is None else bool(RELATIONS[relation](value, bound))
+    return {"demand": demand, "value": value, "relation": relation, "bound": bound, "holds": holds}
+
+
+def _counted(found: dict[str, Any]) -> list[dict[str, Any]]:
+    whole = [row for row in found["counts"] if isinstance(row["published"], int)]
+    rounded = [row for row in found["counts"] if not isinstance(row["published"], int)]
+    wrong = sum(row["value"] != row["published"] for row in whole)
+    return [
+        line(f"`noon count`: whole numbers that differ from the published, of {len(whole)}", wrong, "=", 0),
+        line("train FLOPs, largest relative difference", max(row["error"] for row in rounded), "<=", 3e-5),
+        line(
+            "`noon count hero --rates`: largest relative difference",
+            max(row["error"] for row in found["rates"]),
+            "<=",
+            1e-4,
+        ),
+    ]
+
+
+def _accepted(found: dict[str, Any]) -> list[dict[str, Any]]:
+    norms, balance, bits = found["norms"], found["balance"], found["bits"]
+    names = {"1e-05": "float32", "0.02": "bfloat16"}
+    parity = [
+        line(
+            f"{names.get(bound, bound)} against the float64 reference, {about['comparisons']} arrays and gradients",
+            about["error"],
+            "<=",
+            float(bound),
+        )
+        for bound, about in found["parity"]["bounds"].items()
+    ]
+    exchanges = [
+        line(f"exchange {name} against the dense oracle, {dtype}", error, "<=", 1e-5 if dtype == "float32" else 2e-2)
+        for name, errors in found["exchange"].items()
+        for dtype, error in errors.items()
+    ]
+    return [
+        line(f"norm drift of {norms['matrices']} MuonH and AdamH arrays over {norms['steps']} steps, relative", norms["drift"], "<=", 1e-5),
+        line("the least turned of them meanwhile, relative to its norm", norms["least_turned"], ">", 0.1),
+        line(f"fullest expert over mean after {balance['steps']} steps of quantile balancing", balance["last"], "<", 1.05),
+        line("the same before the first", balance["first"], ">", 1.5),
+        line(f"histogram quantile from the exact one, bins, {found['histogram']['cases']} cases", found["histogram"]["bins_off"], "<=", 1.0),
+        *parity,
+        line("exit code of the parity tests", found["parity"]["exit_code"], "=", 0),
+        *exchanges,
+        line("another document's tokens: largest change of a logit", found["segments"]["others"], "=", 0.0),
+        line("the same in the document itself, least", found["segments"]["itself"], ">", 0.0),
+        line("evaluation under the pending bias against the next training forward, relative", found["pending"]["error"], "<=", 1e-6),
+        line("the same without the bias", found["pending"]["error_without_bias"], ">", 1e-6),
+        line(f"different parameter hashes of two processes after {bits['steps']} steps", len(set(bits["hashes"])), "=", 1),
+        line("the same losses to the bit", bits["same_losses"], "=", True),
+    ]  # fmt: skip
+
+
+def _fast(speed: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if speed is None:
+        return [line("training speed against its peers (`make bench-train-step`)", None, ">=", None)]
+    return [
+        line(f"{shape}: {name} (goal {demand['goal']:g})", demand["value"], ">=", demand["least"])
+        for shape, about in speed["shapes"].items()
+        for name, demand in about["demands"].items()
+    ]
+
+
+def _learned(found: dict[str, Any]) -> list[dict[str, Any]]:
+    total = found["summary"]
+    return [
+        line(f"seeds in which MuonH is below AdamW after {found['seconds']:g} s", total["muonh_lower"], "=", total["num_seeds"]),
+        line("MuonH minus AdamW, bits per byte, mean over seeds", total["difference"]["mean"], "<", 0.0),
+    ]  # fmt: skip
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as Markdown, for `proofs/README.md`."""
+    about = figures["machine"]
+    lines = [
+        f"\nCommit {figures['commit']}, {figures['at']}, {about['cpu']}, {about['cores']} cores, Python {about['python']}, "
+        f"jax {about['jax']}; {figures['minutes']} minutes.\n",
+        "| what must hold | measured | bound | holds |",
+        "|---|---|---|---|",
+    ]
+    words = {True: "yes", False: "**no**", None: "not measured"}
+    for each in figures["summary"]:
+        bound = "" if each["bound"] is None else f"{each['relation']} {_short(each['bound'])}"
+        lines.append(f"| {each['demand']} | {_short(each['value'])} | {bound} | {words[each['holds']]} |")
+    if figures["speed"]:
+        lines.append(
+            f"\nSpeed: commit {figures['speed']['commit']}, {figures['speed']['at']}; all rows in `benchmarks/README.md`."
+        )
+    lines += ["\n### MuonH against AdamW at equal time\n", optimizers.table(figures["optimizers"])]
+    return "\n".join([*lines, *(f"\n{note}" for note in figures.get("notes", []))]) + "\n"
+
+
+def with_section(page: str, section: str) -> str:
+    """The page with this proof's section before the miniature's, which is the last."""
+    before, heading, rest = page.partition(miniature.HEADING)
+    return before.partition(HEADING)[0] + HEADING + section + "\n" + heading + rest
+
+
+def _short(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The proof of the model: a verdict follows from its figure, what was not measured holds nothing, the page is the file."""
+
+import json
+
+import pytest
+
+from proofs import acceptance, miniature, model, optimizers
+from proofs.model import line, summary, table, with_section
+
+GOOD = {
+    "counts": [{"value": 5, "published": 5, "error": 0.0}, {"value": 2.0, "published": 2.00001, "error": 5e-6}],
+    "rates": [{"error": 2e-5}],
+    "norms": {"steps": 1000, "matrices": 21, "drift": 4e-6, "least_turned": 1.1},
+    "balance": {"steps": 200, "first": 2.8, "last": 1.01},
+    "histogram": {"cases": 24, "bins_off": 0.97},
+    "parity": {
+        "exit_code": 0,
+        "bounds": {"1e-05": {"comparisons": 9, "error": 6e-7}, "0.02": {"comparisons": 5, "error": 0.01}},
+    },
+    "exchange": {"sorted": {"float32": 6e-7, "bfloat16": 0.012}},
+    "segments": {"others": 0.0, "itself": 1.4},
+    "pending": {"error": 1e-8, "error_without_bias": 5e-4},
+    "bits": {"steps": 30, "hashes": ["a", "a"], "same_losses": True},
+}
+COMPARISON = {
+    "seconds": 300.0,
+    "sweep": [],
+    "pairs": [],
+    "doubled_scale": {
+        "seed": 1,
+        "muonh": {"bits_per_byte": 2.0, "num_steps": 9, "seconds": 3.0},
+        "adamw": {"bits_per_byte": 2.1, "num_steps": 9, "seconds": 3.0},
+    },
+    "summary": {
+        "muonh_lower": 3,
+        "num_seeds": 3,
+        "difference": {"mean": -0.1, "standard_deviation": 0.01},
+        "difference_at_equal_steps": {"mean": -0.2, "standard_deviation": 0.01},
+    },
+}
+SPEED = {
+    "commit": "abc",
+    "at": "today",
+    "shapes": {"d256": {"demands": {"ours / theirs": {"value": 1.6, "least": 1.5, "goal": 2.0, "holds": False}}}},
+}
+BAD = [  # where, the figure that must not hold
+    (("counts",), [{"value": 6, "published": 5, "error": 0.2}, {"value": 2.0, "published": 2.0, "error": 0.0}]),
+    (("rates",), [{"error": 2e-4}]),
+    (("norms", "drift"), 1.3e-5),
+    (("norms", "least_turned"), 0.0),
+    (("balance", "last"), 1.06),
+    (("histogram", "bins_off"), 1.2),
+    (("parity", "exit_code"), 1),
+    (("parity", "bounds", "1e-05", "error"), 2e-5),
+    (("exchange", "sorted", "bfloat16"), 0.03),
+    (("segments", "others"), 1e-9),
+    (("segments", "itself"), 0.0),
+    (("pending", "error"), 1e-4),
+    (("bits", "hashes"), ["a", "b"]),
+    (("bits", "same_losses"), False),
+]
+
+
+def figures(**changes):
+    return {"acceptance": GOOD, "speed": SPEED, "optimizers": COMPARISON, **changes}
+
+
+def broken(lines):
+    return [each["demand"] for each in lines if not each["holds"]]
+
+
+def test_all_of_it_holds_when_every_figure_is_good():
+    lines = summary(figures())
+    assert broken(lines) == [] and len(lines) == len({each["demand"] for each in lines})
+
+
+@pytest.mark.parametrize(
+    ("where", "figure"), BAD, ids=lambda value: ".".join(value) if isinstance(value, tuple) else ""
+)
+def test_a_figure_out_of_bounds_is_one_demand_that_does_not_hold(where, figure):
+    found = json.loads(json.dumps(GOOD))
+    place = found
+    for name in where[:-1]:
+        place = place[name]
+    place[where[-1]] = figure
+    assert len(broken(summary(figures(acceptance=found)))) == 1
+
+
+def test_a_comparison_that_was_lost_is_told():
+    lost = {**COMPARISON, "summary": {**COMPARISON["summary"], "muonh_lower": 2}}
+    assert broken(summary(figures(optimizers=lost))) == ["seeds in which MuonH is below AdamW after 300 s"]
+
+
+def test_what_was_not_measured_holds_nothing():
+    assert line("x", None, ">=", 1.0)["holds"] is None
+    lines = summary(figures(speed=None))
+    assert broken(lines) == ["training speed against its peers (`make bench-train-step`)"]
+
+
+def test_every_measurement_is_judged():
+    assert (
+        {each.__name__ for each in acceptance.MEASUREMENTS} == set(GOOD) == {where[0] for where, _ in BAD} | {"counts"}
+    )
+
+
+def test_the_section_stands_before_the_miniature_and_replaces_itself():
+    page = f"# What\n\n{miniature.HEADING}\nits table\n"
+    about = {"machine": {"cpu": "c", "cores": 2, "python": "3", "jax": "0"}, "commit": "x", "at": "now", "minutes": 1}
+    section = table({**about, **figures(), "summary": summary(figures())})
+    once = with_section(page, section)
+    assert with_section(once, section) == once and once.endswith(f"{miniature.HEADING}\nits table\n")
+    assert once.split(model.HEADING)[1].split(miniature.HEADING)[0] == section + "\n"
+    assert "| norm drift of 21 MuonH and AdamH arrays over 1000 steps, relative | 4e-06 | <= 1e-05 | yes |" in section
+
+
+def test_the_histogram_is_measured():
+    """One of the measurements, run: the others cost more than a test may."""
+    assert 0 < acceptance.histogram()["bins_off"] <= 1
+    assert acceptance._error([1.0, 2.2], [1.0, 2.0], 0) == pytest.approx(0.1)
+    assert acceptance._error([[1.0], [2.2]], [[1.0], [2.0]], 1) == pytest.approx(0.1)
+
+
+def test_the_announced_seeds_are_those_that_are_run():
+    assert optimizers.SEEDS == (1, 2, 3)
