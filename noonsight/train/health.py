@@ -96,10 +96,9 @@ def _gradient_jump(rows: Rows, config: PretrainConfig) -> str | None:
 
 def _rate_off_schedule(rows: Rows, config: PretrainConfig) -> str | None:
     share = float(share_of_peak(config.optimizer, config.num_steps, int(rows[-1]["step"])))
-    peaks = {"adam": config.optimizer.adam_lr, "adamw": config.optimizer.adam_lr}
     for name, value in rows[-1].items():
         if name.startswith("rate/"):
-            peak = peaks.get(name[5:], config.optimizer.matrix_lr)
+            peak = config.optimizer.peak(name[5:])
             if abs(value - peak * share) > 1e-5 * peak:
                 return f"The rate of {name[5:]} is {value:.4g}, the schedule says {peak * share:.4g}."
     return None

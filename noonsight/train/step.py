@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from noonsight.train.optim import Optimizer, by_path
+from noonsight.train.groups import by_path
+from noonsight.train.optim import Optimizer
 
 if TYPE_CHECKING:
     from noonsight.model.program import Program

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from noonsight.train import optim
-from noonsight.train.optim import HERO_TABLE, Rule, by_path, hyperball, make_optimizer, newton_schulz
+from noonsight.train import muon
+from noonsight.train.groups import HERO_TABLE, Rule, by_path, like
+from noonsight.train.muon import hyperball, newton_schulz
+from noonsight.train.optim import make_optimizer
 from tests.train.toy import optimizer_config
 
 
@@ -35,11 +37,11 @@ def compose(triples, x):
 
 def test_the_triples_in_order_map_singular_values_near_one_and_reversed_do_not():
     x = np.linspace(0.01, 1, 20001)
-    image = compose(optim.NEWTON_SCHULZ_TRIPLES, x)
+    image = compose(muon.NEWTON_SCHULZ_TRIPLES, x)
     assert (image.min(), image.max()) == pytest.approx((0.978, 1.032), abs=1e-3)
-    small = compose(optim.NEWTON_SCHULZ_TRIPLES, np.linspace(0.005, 1, 20001))
+    small = compose(muon.NEWTON_SCHULZ_TRIPLES, np.linspace(0.005, 1, 20001))
     assert (small.min(), small.max()) == pytest.approx((0.978, 1.112), abs=1e-3)
-    reverse = compose(optim.NEWTON_SCHULZ_TRIPLES[::-1], x)
+    reverse = compose(muon.NEWTON_SCHULZ_TRIPLES[::-1], x)
     assert (reverse.min(), reverse.max()) == pytest.approx((0.027, 1.273), abs=1e-3)
 
 
@@ -48,8 +50,8 @@ def test_newton_schulz_applies_the_triples_in_that_order():
     given = values / np.linalg.norm(values)  # what it starts from: each matrix is divided by its own norm
     matrix = with_singular_values(3.0 * values, 8, 12)
     got = singular_values(newton_schulz(matrix, "float32"))
-    np.testing.assert_allclose(np.sort(got), np.sort(compose(optim.NEWTON_SCHULZ_TRIPLES, given)), rtol=2e-4)
-    assert np.abs(np.sort(got) - np.sort(compose(optim.NEWTON_SCHULZ_TRIPLES[::-1], given))).max() > 0.2
+    np.testing.assert_allclose(np.sort(got), np.sort(compose(muon.NEWTON_SCHULZ_TRIPLES, given)), rtol=2e-4)
+    assert np.abs(np.sort(got) - np.sort(compose(muon.NEWTON_SCHULZ_TRIPLES[::-1], given))).max() > 0.2
 
 
 def test_newton_schulz_in_bfloat16_is_still_nearly_orthogonal():
@@ -220,7 +222,7 @@ def test_adamw_equals_optax():
     config = optimizer_config(kind="adamw", adam_lr=0.01, weight_decay=0.1, warmup_fraction=0.0, min_lr_fraction=1.0)
     optimizer = make_optimizer(config, params, num_steps=5)
     mask = {path: group == "adamw" for path, group in optimizer.groups.items()}
-    theirs = optax.adamw(0.01, b1=0.9, b2=0.95, eps=config.epsilon, weight_decay=0.1, mask=optim.like(params, mask))
+    theirs = optax.adamw(0.01, b1=0.9, b2=0.95, eps=config.epsilon, weight_decay=0.1, mask=like(params, mask))
     state, expected = theirs.init(params), params
     for step in range(5):
         updates, state = theirs.update(hero_like(1000 + step), state, expected)
@@ -248,7 +250,7 @@ def test_eight_devices_give_the_update_of_one():
         return jax.device_put(leaf, NamedSharding(mesh, spec))
 
     spread_out = [
-        optim.like(tree, {path: spread(path, leaf) for path, leaf in by_path(tree).items()}) for tree in (grads, params)
+        like(tree, {path: spread(path, leaf) for path, leaf in by_path(tree).items()}) for tree in (grads, params)
     ]
     one, many = update(grads, state, params), update(spread_out[0], state, spread_out[1])
     for path, leaf in by_path(one).items():
