@@ -66,12 +66,18 @@ def newton_schulz(matrices: jax.Array, dtype: str = "bfloat16") -> jax.Array:
 
     Each matrix of the stack is divided by its own Frobenius norm and treated alone; a zero matrix stays zero.
     """
-    if matrices.ndim > 2:
-        # One layer at a time, its experts together. On two cores this is 1.7 to 2.2 times as fast as the whole stack
-        # at once (16 matrices of 256 x 256 stay in the cache, 96 do not), its temporaries are one layer's, and it never
-        # loops over a dim that the layout splits. Joining leaves of equal shape makes the stack longer: 1.3 times slower.
-        return jax.lax.map(lambda layer: _iterate(layer, dtype), matrices)
-    return _iterate(matrices, dtype)
+    if matrices.ndim == 2:
+        return _iterate(matrices, dtype)
+
+    # One layer at a time, its experts together, written over the stack it came from. On two cores this is 1.7 to 2.2
+    # times as fast as the whole stack at once (16 matrices of 256 x 256 stay in the cache, 96 do not), its temporaries
+    # are one layer's, and it never loops over a dim that the layout splits. Joining leaves of equal shape makes the
+    # stack longer still: 1.3 times slower.
+    def one_layer(index: jax.Array, stack: jax.Array) -> jax.Array:
+        layer = jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(stack, _iterate(layer, dtype), index, 0)
+
+    return jax.lax.fori_loop(0, matrices.shape[0], one_layer, matrices.astype(jnp.float32))
 
 
 def hyperball(weight: jax.Array, direction: jax.Array, lr: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
