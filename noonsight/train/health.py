@@ -106,6 +106,68 @@ def _rate_off_schedule(rows: Rows, config: PretrainConfig) -> str | None:
 
 def _nothing_moves(rows: Rows, config: PretrainConfig) -> str | None:
     row = rows[-1]
+    groups = [name[5:] for name, value in row.items() if name.startswith("rate/") and value > 0]
+    still = [group for group in groups if 0 in (row.get(f"norm/grad/{group}"), row.get(f"ratio/update/{group}"))]
+    return f"The parameters of {', '.join(still)} did not change although their rate is not 0." if still else None
+
+
+RULES:
+            sentence = rule.find(rows, self._config)
+            if sentence and rule.name not in self._speaking:
+                begun.append((rule.name, sentence))
+            (self._speaking.add if sentence else self._speaking.discard)(rule.name)
+        return begun
+
+    def table(self, events: Sequence[Event]) -> dict[str, Any]:
+        """The rules and what they found, in the events of all attempts, as a table of the logbook."""
+        rows = []
+        for rule in RULES:
+            found = [event.step for event in events if event.kind == "sentinel" and event.cause == rule.name]
+            steps = sorted({step for step in found if step is not None})
+            seen = any(name.startswith(rule.needs) for name in self._measured)
+            state = "red" if rule.name in self._speaking else "amber" if steps else "green" if seen else "unmeasured"
+            value = f"{len(steps)} times, first at step {steps[0]}" if steps else "never" if seen else "not measured"
+            rows.append([rule.name, rule.text, state, value])
+        return {
+            "title": "Sentinels",
+            "columns": ["name", "rule", "state", "value"],
+            "rows": rows,
+            "text": "Checked after every step. Green: never broken. Amber: broken for a while. Red: broken at the end.",
+        }
+
+
+def _non_finite(rows: Rows, config: PretrainConfig) -> str | None:
+    bad = [name for name, value in rows[-1].items() if not math.isfinite(value)]
+    return f"{', '.join(bad)} {'is' if len(bad) == 1 else 'are'} not a finite number." if bad else None
+
+
+def _starved_expert(rows: Rows, config: PretrainConfig) -> str | None:
+    loads = [row["router/load_min_over_mean"] for row in rows if "router/load_min_over_mean" in row]
+    if len(loads) < WINDOW or max(loads) >= 0.05:
+        return None
+    return f"The idlest expert got at most {max(loads):.1%} of its fair share of tokens for {WINDOW} steps."
+
+
+def _gradient_jump(rows: Rows, config: PretrainConfig) -> str | None:
+    norms = [row["norm/grad"] for row in rows]
+    if len(norms) < 20:
+        return None
+    usual = statistics.median(norms[:-1])
+    return f"The gradient norm is {norms[-1]:.3g}, usually {usual:.3g}." if norms[-1] > 10 * usual else None
+
+
+def _rate_off_schedule(rows: Rows, config: PretrainConfig) -> str | None:
+    share = float(share_of_peak(config.optimizer, config.num_steps, int(rows[-1]["step"])))
+    for name, value in rows[-1].items():
+        if name.startswith("rate/"):
+            peak = config.optimizer.peak(name[5:])
+            if abs(value - peak * share) > 1e-5 * peak:
+                return f"The rate of {name[5:]} is {value:.4g}, the schedule says {peak * share:.4g}."
+    return None
+
+
+def _nothing_moves(rows: Rows, config: PretrainConfig) -> str | None:
+    row = rows[-1]
     still = [
         name[13:]
         for name, value in row.items()
@@ -136,7 +198,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="nothing-moves",
-        text="Every group changes whenever its rate is not 0.",
+        text="Every group has a gradient, and the Adam group changes, whenever the rate is not 0.",
         needs="ratio/update/",
         find=_nothing_moves,
     ),

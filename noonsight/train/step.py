@@ -52,8 +52,8 @@ def make_train_step(program: Program, optimizer: Optimizer) -> Callable[[State, 
     """`train_step(state, batch) -> (state, metrics)`, jitted with the state donated. Metrics are f32 scalars:
 
     those of the program, `loss`, `finite` (1 when loss and gradient are), `norm/grad`, `norm/param`, and per optimiser
-    group `norm/grad/G`, `norm/param/G`, `norm/update/G`, `ratio/update/G` and `rate/G` (names of `logbook.vocabulary`;
-    the norms of parameters are those after the step).
+    group `norm/grad/G`, `norm/param/G` (after the step) and `rate/G`; of the group `adam` also `norm/update/G` and
+    `ratio/update/G`. Names are those of `logbook.vocabulary`.
     """
 
     def train_step(state: State, batch: Any) -> tuple[State, Measured]:
@@ -105,20 +105,20 @@ def params_hash(params: Any) -> str:
 
 def _measure(optimizer: Optimizer, step: jax.Array, grads: Any, params: Any, updates: Any) -> Measured:
     # Each norm reads its array once more and does nothing else. Without the barriers XLA shares the squares of the
-    # gradients with Adam's second moment, or holds back the old parameters for a norm that is taken too late, and
-    # either way it keeps a second tree in memory: the optimiser then takes two to four times as long.
-    gradient, size, update = (
-        _group_squares(optimizer, tree)
-        for tree in (jax.lax.optimization_barrier(grads), jax.lax.optimization_barrier(params), updates)
-    )
+    # gradients with Adam's second moment and keeps them as a tree. The update is measured in the group `adam` alone,
+    # which is small in every kind of optimiser: to measure it, XLA keeps the parameters of before beside the new ones,
+    # which made AdamW's whole update 1.6 times as long. (Under the hyperball the ratio is the rate, by construction.)
+    gradient, size = (_group_squares(optimizer, jax.lax.optimization_barrier(tree)) for tree in (grads, params))
     measured = {"norm/grad": jnp.sqrt(sum(gradient.values())), "norm/param": jnp.sqrt(sum(size.values()))}
     rates = optimizer.rates(step)
     for group in gradient:
         measured[f"norm/grad/{group}"] = jnp.sqrt(gradient[group])
         measured[f"norm/param/{group}"] = jnp.sqrt(size[group])
-        measured[f"norm/update/{group}"] = jnp.sqrt(update[group])
-        measured[f"ratio/update/{group}"] = jnp.sqrt(update[group] / jnp.maximum(size[group], 1e-30))
         measured[f"rate/{group}"] = rates[group]
+    if "adam" in gradient:
+        update = _group_squares(optimizer, updates)["adam"]  # the other sums have no reader and are not computed
+        measured["norm/update/adam"] = jnp.sqrt(update)
+        measured["ratio/update/adam"] = jnp.sqrt(update / jnp.maximum(size["adam"], 1e-30))
     return measured
 
 
