@@ -75,17 +75,17 @@ def compile_step(
     """The one executable of a run. It accepts these shapes, dtypes and layouts only, so a second compilation cannot
     happen.
 
-    Raises TypeError when the state would come out of a step different from how it went in.
+    Raises TypeError when the state would come out of a step different from how it went in, by shape, dtype or kind of
+    memory (Marin, issue #8443: optimiser state that left the host).
     """
     before = {path: (x.shape, x.dtype) for path, x in by_path(state).items()}
     after = {path: (x.shape, x.dtype) for path, x in by_path(jax.eval_shape(train_step, state, batch)[0]).items()}
-    if before != after:
-        moved = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
-        raise TypeError(
-            f"the train step changes the state it carries at {', '.join(moved[:4])}: "
-            "`after_step` and `update` must keep every leaf with its shape and dtype"
-        )
-    return train_step.lower(state, batch).compile()
+    _same(before, after, "every leaf with its shape and dtype")
+    compiled = train_step.lower(state, batch).compile()
+    kinds = {path: x.sharding.memory_kind for path, x in by_path(state).items()}
+    kept = {path: sharding.memory_kind for path, sharding in by_path(compiled.output_shardings[0]).items()}
+    _same(kinds, kept, "every leaf in its kind of memory")  # a donated buffer in the wrong memory ends the process
+    return compiled
 
 
 def skip_step(state: State) -> State:
@@ -101,6 +101,15 @@ def params_hash(params: Any) -> str:
         digest.update(f"{path} {array.dtype} {array.shape}\n".encode())
         digest.update(array.reshape(-1).view(np.uint8))
     return digest.hexdigest()
+
+
+def _same(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
+    if before != after:
+        moved = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+        raise TypeError(
+            f"the train step changes the state it carries at {', '.join(moved[:4])}: "
+            f"`after_step` and `update` must keep {what}"
+        )
 
 
 def _measure(optimizer: Optimizer, step: jax.Array, grads: Any, params: Any, updates: Any) -> Measured:
