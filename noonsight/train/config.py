@@ -63,7 +63,9 @@ class OptimizerConfig:
         for name in ("adam_lr", "matrix_lr", "epsilon", "weight_decay"):
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, name, value, "a finite number that is not negative")
-        rule = f"at least {LEAST_EPSILON:g}: a smaller gradient has a square of 0 in float32, and nothing else divides it"
+        rule = (
+            f"at least {LEAST_EPSILON:g}: a smaller gradient has a square of 0 in float32, and nothing else divides it"
+        )
         _require(self.epsilon >= LEAST_EPSILON, "epsilon", self.epsilon, rule)
         for name in ("weight_decay_from", "rewarm_from", "rewarm_steps"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "a number of steps, 0 or more")

@@ -234,6 +234,7 @@ def test_clean_steps_raise_no_alarm():
         ("gradient-jump", {"norm/grad": 20.0}, 1),
         ("rate-off-schedule", {"rate/adam": 5e-3}, 1),
         ("nothing-moves", {"ratio/update/adam": 0.0}, 1),
+        ("nothing-moves", {"norm/grad/adam": 0.0}, 1),
     ],
 )
 def test_a_planted_fault_is_caught_once(rule, fault, within):
