@@ -84,8 +84,8 @@ def hyperball(weight: jax.Array, direction: jax.Array, lr: jax.Array, *, axes: t
     """The update that turns `weight` by `lr` along `direction` and keeps its norm over `axes` (Marin, issue #8621).
 
     With a = lr |W| / |U| and |W'|^2 = |W|^2 (1 + d), d = a (a |U|^2 - 2 <W, U>) / |W|^2, the update W+ - W is
-    (c - 1) W - c a U, c = 1 / sqrt(1 + d). Said so, a rounding error is a part of the step and not of the weight (a
-    quotient of two norms drifts by 1e-5 in 1,000 steps), and one reading of W and U gives all three sums. Where the
+    (c - 1) W - c a U, c = 1 / sqrt(1 + d). Said so, a rounding error is a part of the step and not of the weight (the
+    quotient of two norms drifted by up to 1e-5 in 1,000 steps), and one reading of W and U gives all three sums. Where the
     direction is zero the update is exactly zero, so an untouched expert does not wander; where it is not finite the
     update is not, so that nothing hides it.
     """
