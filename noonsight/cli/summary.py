@@ -6,6 +6,7 @@ and `resumed_bit_identical` are those of the predicted run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 from noonsight.logbook import read, record
 
 COLUMNS = 100
+ALWAYS = ("optimizer",)  # tables that are shown without --text too
 
 
 def experiment(root: Path, found: record.ExperimentRecord) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def lines(report: dict[str, Any], *, whole: bool) -> list[str]:
 
 
 def stage_lines(report: dict[str, Any], *, whole: bool) -> list[str]:
-    """A stage for people: status, config, inputs, facts, metrics, events; `whole` adds code, files, tables."""
+    """A stage for people: status, config, inputs, facts, metrics, events; `whole` adds code, files, all tables."""
     clip = str if whole else _clip
     found = [f"{report['experiment']}/{report['name']}@{report['version']}: {report['sentence']}"]
     found.append(f"{report['status']}, {report['seconds']:.1f} s, started {report['started_at']}")
@@ -100,11 +102,16 @@ def stage_lines(report: dict[str, Any], *, whole: bool) -> list[str]:
     found += [f"  {event['at']}  {event['kind']}: {event['text']}" for event in report["events"]]
     for receipt in report["receipts"]:
         found.append(f"  receipt {receipt['kind']}: {'passed' if receipt['passed'] else 'FAILED'}")
-    if whole:
-        for table in report["tables"].values():
-            found += ["", table["title"], table.get("text") or "", "  ".join(map(str, table["columns"]))]
-            found += ["  ".join(map(str, row)) for row in table["rows"]]
+    for name, table in report["tables"].items():
+        if whole or name in ALWAYS:
+            found += ["", table["title"], table.get("text") or "", *_aligned([table["columns"], *table["rows"]])]
     return [clip(line) for line in found]
+
+
+def _aligned(rows: Sequence[Sequence[Any]]) -> list[str]:
+    texts = [[str(value) for value in row] for row in rows]
+    widths = [max(len(row[index]) for row in texts) for index in range(len(texts[0]))]
+    return ["  ".join(value.ljust(width) for value, width in zip(row, widths)).rstrip() for row in texts]
 
 
 def _stage_line(address: str, run: record.Run | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from safetensors.numpy import load_file, save_file
 
 from noonsight.logbook.record import CheckpointManifest, encode, now
 from noonsight.logbook.write import refusal, write_atomic
-from noonsight.train.optim import by_path, like
+from noonsight.train.groups import by_path, like
 
 if TYPE_CHECKING:
     from noonsight.logbook.claim import Claim

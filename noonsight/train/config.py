@@ -12,6 +12,9 @@ from typing import Literal
 
 from noonsight.model.config import ModelConfig
 
+LEAST_EPSILON = 1.1e-19
+"""Square root of the smallest normal float32. Below it Adam's quotient has no bound: 1e-20 / (sqrt(0) + 1e-30)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -20,33 +23,52 @@ class OptimizerConfig:
     Rates and `epsilon` come from the transfer rule (`scaling.transfer.hero_rates`); `beta2` is declared beside them.
     """
 
-    kind: Literal["muonh", "adamw"] = "muonh"
+    kind: Literal["muonh", "adamw", "muon"] = "muonh"
     adam_lr: float
     """Peak rate of the Adam group (and of every leaf under `adamw`)."""
     matrix_lr: float
-    """Peak rate of MuonH and AdamH: a relative rotation, not a distance. `adamw` does not use it."""
+    """Peak rate of MuonH and AdamH: a relative rotation, not a distance. Of plain Muon: a distance. `adamw` does not
+    use it.
+    """
     beta1: float = 0.9
     beta2: float
     epsilon: float
-    """Added outside the root."""
+    """Added outside the root; at least `LEAST_EPSILON`."""
     momentum: float = 0.95
     newton_schulz: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of the Newton-Schulz matmuls; bfloat16 still accumulates in float32."""
     expert_hyperball: Literal["pooled", "per_matrix"] = "pooled"
     """One norm per layer over all experts (what the hero ran), or one per expert matrix."""
     weight_decay: float = 0.0
-    """`muonh`: on head gate and router, falling linearly to 0 at the last step. `adamw`: on matrices, constant."""
+    """`muonh`: on head gate and router, falling linearly to 0 at the last step. `adamw`, `muon`: on the matrices of
+    those groups, constant.
+    """
+    weight_decay_from: int = 0
+    """The first step with weight decay. The hero began at 58,014, when gates had already shut; a new run begins at 0."""
     schedule: Literal["linear", "cosine", "wsd"] = "linear"
     warmup_fraction: float = 0.01
     min_lr_fraction: float = 0.05
     decay_fraction: float = 0.2
     """`wsd` only: the last part of the run, in which the rate falls linearly to its minimum."""
+    rewarm_from: int = 0
+    rewarm_steps: int = 0
+    """From step `rewarm_from` the rate rises once more from 0 to the schedule, over `rewarm_steps` steps (0: never)."""
+
+    def peak(self, group: str) -> float:
+        """The peak rate of an optimiser group."""
+        return self.adam_lr if group in ("adam", "adamw") else self.matrix_lr
 
     def __post_init__(self) -> None:
         """Refuse what no schedule or optimiser can mean. Raises ValueError."""
         for name in ("adam_lr", "matrix_lr", "epsilon", "weight_decay"):
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, name, value, "a finite number that is not negative")
+        rule = (
+            f"at least {LEAST_EPSILON:g}: a smaller gradient has a square of 0 in float32, and nothing else divides it"
+        )
+        _require(self.epsilon >= LEAST_EPSILON, "epsilon", self.epsilon, rule)
+        for name in ("weight_decay_from", "rewarm_from", "rewarm_steps"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "a number of steps, 0 or more")
         for name in ("beta1", "beta2", "momentum"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
         for name in ("warmup_fraction", "min_lr_fraction", "decay_fraction"):

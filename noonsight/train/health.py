@@ -96,10 +96,9 @@ def _gradient_jump(rows: Rows, config: PretrainConfig) -> str | None:
 
 def _rate_off_schedule(rows: Rows, config: PretrainConfig) -> str | None:
     share = float(share_of_peak(config.optimizer, config.num_steps, int(rows[-1]["step"])))
-    peaks = {"adam": config.optimizer.adam_lr, "adamw": config.optimizer.adam_lr}
     for name, value in rows[-1].items():
         if name.startswith("rate/"):
-            peak = peaks.get(name[5:], config.optimizer.matrix_lr)
+            peak = config.optimizer.peak(name[5:])
             if abs(value - peak * share) > 1e-5 * peak:
                 return f"The rate of {name[5:]} is {value:.4g}, the schedule says {peak * share:.4g}."
     return None
@@ -107,11 +106,8 @@ def _rate_off_schedule(rows: Rows, config: PretrainConfig) -> str | None:
 
 def _nothing_moves(rows: Rows, config: PretrainConfig) -> str | None:
     row = rows[-1]
-    still = [
-        name[13:]
-        for name, value in row.items()
-        if name.startswith("ratio/update/") and value == 0 and row.get(f"rate/{name[13:]}", 0) > 0
-    ]
+    groups = [name[5:] for name, value in row.items() if name.startswith("rate/") and value > 0]
+    still = [group for group in groups if 0 in (row.get(f"norm/grad/{group}"), row.get(f"ratio/update/{group}"))]
     return f"The parameters of {', '.join(still)} did not change although their rate is not 0." if still else None
 
 
@@ -137,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="nothing-moves",
-        text="Every group changes whenever its rate is not 0.",
+        text="Every group has a gradient, and the Adam group changes, whenever the rate is not 0.",
         needs="ratio/update/",
         find=_nothing_moves,
     ),

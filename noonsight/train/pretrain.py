@@ -23,8 +23,9 @@ from noonsight.logbook.record import Artifact, Placement, encode
 from noonsight.logbook.write import Writer, write_atomic
 from noonsight.train import checkpoint
 from noonsight.train.config import PretrainConfig
+from noonsight.train.groups import HERO_TABLE, Rule, describe
 from noonsight.train.loop import Evaluate, Journal, StopSignal, run_loop
-from noonsight.train.optim import HERO_TABLE, Rule, make_optimizer
+from noonsight.train.optim import make_optimizer
 from noonsight.train.recover import Faults
 from noonsight.train.step import State, compile_step, init_state, make_train_step, params_hash
 
@@ -52,8 +53,8 @@ def pretrain(
     `recover.work`.
 
     `flops_per_token`: model FLOPs of forward and backward for one token. `table`: which leaf belongs to which
-    optimiser group. Facts: num_steps, tokens, seconds (of the steps on the surviving line), tokens_per_s, final_loss,
-    `eval` values of the final state, params_hash, checkpoint, groups, train_flops where known. Raises what `run_loop`
+    optimiser group, kept filled in as `tables/optimizer.json`. Facts: num_steps, tokens, seconds (of the steps on the surviving line), tokens_per_s, final_loss,
+    `eval` values of the final state, params_hash, checkpoint, train_flops where known. Raises what `run_loop`
     raises, and NoValidCheckpoint.
     """
     stop = StopSignal()
@@ -66,6 +67,7 @@ def pretrain(
     _, key = jax.random.split(jax.random.key(config.seed))  # (data, model), as the hero splits them
     shapes = jax.eval_shape(program.init, key)[0]
     optimizer = make_optimizer(config.optimizer, shapes, num_steps=config.num_steps, table=table)
+    write_table(out, "optimizer", describe(config.optimizer, shapes, table))
     state = initial_or_restored(lambda: init_state(program, optimizer, key), out, writer)
     first = int(state.step)
     evaluated = carry_evaluations(out, writer, first)
@@ -93,7 +95,7 @@ def pretrain(
         if evaluate and not evaluated:
             evaluated = journal.evaluate(config.num_steps, evaluate, state)
     journal.beat(config.num_steps, "done")
-    return Artifact(facts=_facts(config, state, evaluated, optimizer.groups, out, flops_per_token))
+    return Artifact(facts=_facts(config, state, evaluated, out, flops_per_token))
 
 
 def initial_or_restored(init: Callable[[], State], out: Path, writer: Writer) -> State:
@@ -183,7 +185,6 @@ def _facts(
     config: PretrainConfig,
     state: State,
     values: dict[str, float],
-    groups: dict[str, str],
     out: Path,
     flops_per_token: float | None,
 ) -> dict[str, Any]:
@@ -198,6 +199,5 @@ def _facts(
         "eval": values,
         "params_hash": params_hash(state.params),
         "checkpoint": str(checkpoint.folder(out, config.num_steps).relative_to(out)),
-        "groups": groups,
     }
     return facts | ({"train_flops": flops_per_token * tokens} if flops_per_token is not None else {})

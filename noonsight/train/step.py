@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from noonsight.train.optim import Optimizer, by_path
+from noonsight.train.groups import by_path
+from noonsight.train.optim import Optimizer
 
 if TYPE_CHECKING:
     from noonsight.model.program import Program
@@ -51,7 +52,8 @@ def make_train_step(program: Program, optimizer: Optimizer) -> Callable[[State, 
     """`train_step(state, batch) -> (state, metrics)`, jitted with the state donated. Metrics are f32 scalars:
 
     those of the program, `loss`, `finite` (1 when loss and gradient are), `norm/grad`, `norm/param`, and per optimiser
-    group `norm/grad/G`, `norm/param/G`, `norm/update/G`, `ratio/update/G` and `rate/G` (names of `logbook.vocabulary`).
+    group `norm/grad/G`, `norm/param/G` (after the step) and `rate/G`; of the group `adam` also `norm/update/G` and
+    `ratio/update/G`. Names are those of `logbook.vocabulary`.
     """
 
     def train_step(state: State, batch: Any) -> tuple[State, Measured]:
@@ -59,7 +61,7 @@ def make_train_step(program: Program, optimizer: Optimizer) -> Callable[[State, 
         updates, opt = optimizer.update(grads, state.opt, state.params, step=state.step)
         params = jax.tree.map(jnp.add, state.params, updates)
         after = State(params, opt, program.after_step(state.extra, aux), state.step + 1, state.skipped)
-        measured = dict(aux["metrics"]) | _measure(optimizer, state, grads, updates)
+        measured = dict(aux["metrics"]) | _measure(optimizer, state.step, grads, params, updates)
         measured["loss"] = loss
         measured["finite"] = jnp.isfinite(loss) & jnp.isfinite(measured["norm/grad"])
         return after, {name: jnp.asarray(value, jnp.float32) for name, value in measured.items()}
@@ -73,17 +75,17 @@ def compile_step(
     """The one executable of a run. It accepts these shapes, dtypes and layouts only, so a second compilation cannot
     happen.
 
-    Raises TypeError when the state would come out of a step different from how it went in.
+    Raises TypeError when the state would come out of a step different from how it went in, by shape, dtype or kind of
+    memory (Marin, issue #8443: optimiser state that left the host).
     """
     before = {path: (x.shape, x.dtype) for path, x in by_path(state).items()}
     after = {path: (x.shape, x.dtype) for path, x in by_path(jax.eval_shape(train_step, state, batch)[0]).items()}
-    if before != after:
-        moved = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
-        raise TypeError(
-            f"the train step changes the state it carries at {', '.join(moved[:4])}: "
-            "`after_step` and `update` must keep every leaf with its shape and dtype"
-        )
-    return train_step.lower(state, batch).compile()
+    _same(before, after, "every leaf with its shape and dtype")
+    compiled = train_step.lower(state, batch).compile()
+    kinds = {path: x.sharding.memory_kind for path, x in by_path(state).items()}
+    kept = {path: sharding.memory_kind for path, sharding in by_path(compiled.output_shardings[0]).items()}
+    _same(kinds, kept, "every leaf in its kind of memory")  # a donated buffer in the wrong memory ends the process
+    return compiled
 
 
 def skip_step(state: State) -> State:
@@ -101,16 +103,31 @@ def params_hash(params: Any) -> str:
     return digest.hexdigest()
 
 
-def _measure(optimizer: Optimizer, state: State, grads: Any, updates: Any) -> Measured:
-    gradient, size, update = (_group_squares(optimizer, tree) for tree in (grads, state.params, updates))
+def _same(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
+    if before != after:
+        moved = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+        raise TypeError(
+            f"the train step changes the state it carries at {', '.join(moved[:4])}: "
+            f"`after_step` and `update` must keep {what}"
+        )
+
+
+def _measure(optimizer: Optimizer, step: jax.Array, grads: Any, params: Any, updates: Any) -> Measured:
+    # Each norm reads its array once more and does nothing else. Without the barriers XLA shares the squares of the
+    # gradients with Adam's second moment and keeps them as a tree. The update is measured in the group `adam` alone,
+    # which is small in every kind of optimiser: to measure it, XLA keeps the parameters of before beside the new ones,
+    # which made AdamW's whole update 1.6 times as long. (Under the hyperball the ratio is the rate, by construction.)
+    gradient, size = (_group_squares(optimizer, jax.lax.optimization_barrier(tree)) for tree in (grads, params))
     measured = {"norm/grad": jnp.sqrt(sum(gradient.values())), "norm/param": jnp.sqrt(sum(size.values()))}
-    rates = optimizer.rates(state.step)
+    rates = optimizer.rates(step)
     for group in gradient:
         measured[f"norm/grad/{group}"] = jnp.sqrt(gradient[group])
         measured[f"norm/param/{group}"] = jnp.sqrt(size[group])
-        measured[f"norm/update/{group}"] = jnp.sqrt(update[group])
-        measured[f"ratio/update/{group}"] = jnp.sqrt(update[group] / jnp.maximum(size[group], 1e-30))
         measured[f"rate/{group}"] = rates[group]
+    if "adam" in gradient:
+        update = _group_squares(optimizer, updates)["adam"]  # the other sums have no reader and are not computed
+        measured["norm/update/adam"] = jnp.sqrt(update)
+        measured["ratio/update/adam"] = jnp.sqrt(update / jnp.maximum(size["adam"], 1e-30))
     return measured
 
 

@@ -69,6 +69,8 @@ def test_a_run_learns_and_writes_every_step_once(tmp_path):
     assert (last.step, last.of, last.phase) == (40, 40, "done")
     for name in metrics:
         assert METRICS[name].sentence
+    groups = {row[0]: row[2] for row in read.tables(tmp_path)["optimizer"]["rows"]}
+    assert groups == {"inner": "muonh", "outer": "adamh", "gain": "adam"}
     lights = {row[0]: row[2] for row in read.tables(tmp_path)["health"]["rows"]}
     assert lights.pop("starved-expert") == "unmeasured" and set(lights.values()) == {"green"}
 
@@ -234,6 +236,7 @@ def test_clean_steps_raise_no_alarm():
         ("gradient-jump", {"norm/grad": 20.0}, 1),
         ("rate-off-schedule", {"rate/adam": 5e-3}, 1),
         ("nothing-moves", {"ratio/update/adam": 0.0}, 1),
+        ("nothing-moves", {"norm/grad/adam": 0.0}, 1),
     ],
 )
 def test_a_planted_fault_is_caught_once(rule, fault, within):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noonsight.train.schedule import num_warmup_steps, share_of_peak
+from noonsight.train.schedule import decay_at, num_warmup_steps, share_of_peak
 from tests.train.toy import optimizer_config
 
 
@@ -54,12 +54,30 @@ def test_a_warm_up_as_long_as_the_run_only_rises(kind):
         ({"warmup_fraction": 1.5}, "share of the run"),
         ({"schedule": "wsd", "warmup_fraction": 0.9, "decay_fraction": 0.2}, "before the warm-up ends"),
         ({"beta2": 1.0}, "below 1"),
+        ({"weight_decay_from": -1}, "number of steps"),
         ({"adam_lr": float("nan")}, "finite"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         optimizer_config(**change)
+
+
+def test_the_heros_decay_begins_late_and_falls_to_zero():
+    config = optimizer_config(weight_decay=0.02, weight_decay_from=58_014)
+    assert decay_at(config, 390_251, 58_013) == 0.0
+    assert decay_at(config, 390_251, 58_014) == pytest.approx(0.0170268, abs=5e-8)
+    assert decay_at(config, 390_251, 390_251) == 0.0
+    assert decay_at(optimizer_config(weight_decay=0.02), 390_251, 0) == 0.02
+    assert (decay_at(optimizer_config(kind="adamw", weight_decay=0.05), 100, np.arange(100)) == 0.05).all()
+
+
+def test_a_rewarmed_rate_rises_once_more_to_the_schedule():
+    plain = share_of_peak(optimizer_config(schedule="wsd", decay_fraction=0.4), 100, np.arange(101))
+    config = optimizer_config(schedule="wsd", decay_fraction=0.4, rewarm_from=40, rewarm_steps=10)
+    share = share_of_peak(config, 100, np.arange(101))
+    assert share[40] == 0.0 and share[45] == pytest.approx(0.5)
+    np.testing.assert_array_equal(np.delete(share, np.s_[40:50]), np.delete(plain, np.s_[40:50]))
 
 
 @settings(max_examples=20, deadline=None)

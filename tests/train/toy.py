@@ -45,7 +45,7 @@ def pretrain_config(**changes: Any) -> PretrainConfig:
 
 def table() -> dict[str, Any]:
     """Both matrices by MuonH and AdamH, the gain by Adam."""
-    from noonsight.train.optim import Rule
+    from noonsight.train.groups import Rule
 
     return {"inner": Rule(group="muonh"), "outer": Rule(group="adamh"), "gain": Rule(group="adam")}
 
