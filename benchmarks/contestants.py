@@ -211,9 +211,7 @@ def _our_contestant(
     name: str, config: ModelConfig, says: str, *, optimizer: str = "adamw", environment: dict[str, str] | None = None
 ) -> Contestant:
     options = {"optimizer": optimizer}
-    return Contestant(
-        name=name, side="ours", config=config, says=says, options=options, environment=environment or {}
-    )
+    return Contestant(name=name, side="ours", config=config, says=says, options=options, environment=environment or {})
 
 
 def _numerics(name: Literal["f32", "bf16"]) -> dict[str, str]:

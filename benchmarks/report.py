@@ -64,9 +64,7 @@ def _row(score: Score, reference: Score, shape: Shape, ceiling: float) -> dict[s
     tokens = shape.batch_size * shape.sequence_length
     seconds = [s for turn in score.rounds.values() for s in turn]
     median = statistics.median(seconds)
-    paired = [
-        statistics.median(reference.rounds[turn]) / statistics.median(own) for turn, own in score.rounds.items()
-    ]
+    paired = [statistics.median(reference.rounds[turn]) / statistics.median(own) for turn, own in score.rounds.items()]
     same_heats = {heat for heat, _ in score.rounds}
     beside = [s for (heat, _), turn in reference.rounds.items() if heat in same_heats for s in turn]
     low, high = _quartiles(seconds)
