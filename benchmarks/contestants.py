@@ -23,6 +23,12 @@ MODULES: dict[Side, str] = {
     "levanter": "benchmarks.levanter_peer",
 }
 KERNELS_VARIABLE = "NOONSIGHT_KERNELS"  # "xla": no kernel of ours; "native": C++ kernels; unset: the faster one
+TORCH_NUMERICS = {  # what torch calls it -> how our names end
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "bfloat16-matmul": "bf16mm",
+    "bfloat16-weights": "bf16weights",
+}
 REFERENCE = "ours-moe-bf16"
 EQUAL_WITHIN = 0.01  # active FLOPs and parameters of one shape agree to this share
 
@@ -221,25 +227,32 @@ def _numerics(name: Literal["f32", "bf16"]) -> dict[str, str]:
 
 
 def _torch(shape: Shape) -> list[Contestant]:
-    made = []
-    for compiled in (False, True):
-        for numerics, short in (("float32", "f32"), ("bfloat16", "bf16"), ("bfloat16-matmul", "bf16mm")):
-            for experts in ("eager", "grouped_mm"):
-                if compiled and experts == "eager":
-                    continue  # a loop over experts with data-dependent sizes: the graph breaks at each of them
-                name = f"torch-{'compile' if compiled else 'eager'}-{short}-{experts.removesuffix('_mm')}"
-                made.append(_torch_contestant(name, shape, numerics, experts, compiled))
-    return made
+    eager = [
+        _torch_contestant(shape, numerics, experts)
+        for numerics in TORCH_NUMERICS
+        for experts in ("eager", "grouped_mm")
+        if (numerics, experts) != ("bfloat16-weights", "eager")  # one row is enough for what is nobody's best
+    ]
+    # compiled, the loop over experts has data-dependent sizes and breaks the graph at each of them: grouped only
+    compiled = [_torch_contestant(shape, numerics, "grouped_mm", "default") for numerics in TORCH_NUMERICS]
+    return eager + compiled
 
 
 def _torch_contestant(
-    name: str, shape: Shape, numerics: str, experts: str, compiled: bool, environment: dict[str, str] | None = None
+    shape: Shape,
+    numerics: str,
+    experts: str,
+    compiled: str = "",
+    cap: str = "",
+    environment: dict[str, str] | None = None,
 ) -> Contestant:
+    """`cap` ends the name of a contestant whose `environment` caps the instructions."""
+    parts = ["torch", "compile" if compiled else "eager", TORCH_NUMERICS[numerics], experts.removesuffix("_mm"), cap]
     return Contestant(
-        name=name,
+        name="-".join(filter(None, parts)),
         side="torch",
         config=qwen3_moe(shape),
-        says=f"transformers Qwen3-MoE, experts {experts}{', torch.compile' if compiled else ''}",
+        says=f"transformers Qwen3-MoE, {numerics}, experts {experts}{', torch.compile' if compiled else ''}",
         options={"numerics": numerics, "experts": experts, "compiled": compiled},
         environment=environment or {},
     )
@@ -279,7 +292,7 @@ def _without_kernels(shape: Shape, cpu_flags: set[str]) -> list[Contestant]:
                     f"ours-xla-{numerics}-{suffix}", config, says, environment={KERNELS_VARIABLE: "xla", **capped}
                 )
             )
-        for numerics, short, experts in (("float32", "f32", "eager"), ("float32", "f32", "grouped_mm"), ("bfloat16", "bf16", "grouped_mm")):  # fmt: skip
-            name = f"torch-eager-{short}-{experts.removesuffix('_mm')}-{suffix}"
-            made.append(_torch_contestant(name, shape, numerics, experts, False, environment=capped))
+        for numerics in ("float32", "bfloat16", "bfloat16-matmul"):
+            made.append(_torch_contestant(shape, numerics, "grouped_mm", cap=suffix, environment=capped))
+        made.append(_torch_contestant(shape, "float32", "eager", cap=suffix, environment=capped))
     return made

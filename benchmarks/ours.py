@@ -30,6 +30,7 @@ def build(job: dict[str, Any]) -> Built:
         beta2=0.95,
         epsilon=1e-8,
         weight_decay=0.1,
+        warmup_fraction=0.0,  # as the peers
     )
     params = jax.eval_shape(lambda key: program.init(key)[0], jax.random.key(0))
     optimizer = make_optimizer(rules, params, num_steps=MANY_STEPS)

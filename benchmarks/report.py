@@ -19,7 +19,13 @@ DEMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], float, float]] = {
     "mixture / dense of equal FLOPs (1 / 1.25)": (("ours-moe-bf16",), ("ours-dense-bf16",), 0.8, 0.8),
 }  # fmt: skip
 CEILING_DEMAND = 0.45
-SPECIAL = ("-noamx", "-avx512", "-muonh")  # rows that answer a question of their own and are nobody's best
+SPECIAL = (
+    "-noamx",
+    "-avx512",
+    "-muonh",
+    "-bf16weights-eager",
+    "-bf16weights-grouped",
+)  # rows that answer a question of their own and are nobody's best
 
 
 def shape_report(

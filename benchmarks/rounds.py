@@ -16,9 +16,10 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.ceiling import Product
+from benchmarks.ceiling import Product, products
 from benchmarks.contestants import HOUSE, MODULES, Contestant, Shape
 from noonsight.model.count import count
 
@@ -97,7 +98,8 @@ class Contest:
     def run(self) -> tuple[list[Score], list[Product], list[dict[str, Any]]]:
         """Scores in the order of the field, the products of the ceiling, and one table of rates per round."""
         scores = [Score(contestant=contestant) for contestant in self.field]
-        found, rates, waiting, heat = self._products(), [], scores[1:], 0
+        found, rates = products(self.field[0].config, self.shape.batch_size), []
+        waiting, heat = scores[1:], 0
         with tempfile.TemporaryDirectory(prefix="noonsight-bench-") as folder:
             scratch = Path(folder)
             reference = self._start(scores[0], scratch)
@@ -163,16 +165,18 @@ class Contest:
                 self._note(scores[index], answer)
                 # the first step of a turn finds the caches full of another's data
                 scores[index].rounds[heat, turn] = answer["seconds"][1:]
-            self.say(f"  heat {heat + 1}, round {turn + 1}/{self.num_rounds} of {len(workers)} contestants")
+            self.say(
+                f"  heat {heat + 1}, round {turn + 1}/{self.num_rounds}, tokens/s: {self._speeds(scores, (heat, turn))}"
+            )
+
+    def _speeds(self, scores: list[Score], turn: tuple[int, int]) -> str:
+        tokens = self.shape.batch_size * self.shape.sequence_length
+        fast = {s.contestant.name: tokens / median(s.rounds[turn]) for s in scores if turn in s.rounds}
+        return ", ".join(f"{name} {speed:.0f}" for name, speed in fast.items())
 
     def _note(self, score: Score, answer: dict[str, Any]) -> None:
         score.losses += answer["losses"]
         score.peak_mib = answer["peak_mib"]
-
-    def _products(self) -> list[Product]:
-        from benchmarks.ceiling import products
-
-        return products(self.field[0].config, self.shape.batch_size)
 
 
 def _reason_to_reject(score: Score) -> str | None:

@@ -1,8 +1,9 @@
 """transformers' Qwen3-MoE on torch: the peer most people would use. Runs in its own environment, without ours.
 
-Options: `numerics` float32, bfloat16 (autocast: float32 weights, as in mixed-precision training) or bfloat16-matmul
-(float32 everywhere, oneDNN may round the inputs of matrix products); `experts`, one of transformers' implementations;
-`compiled`, torch.compile of the model.
+Options: `numerics` float32, bfloat16 (autocast: float32 weights, as in mixed-precision training), bfloat16-matmul
+(float32 everywhere, oneDNN may round the inputs of matrix products) or bfloat16-weights (weights and moments rounded
+too, which is another training); `experts`, one of transformers' implementations; `compiled`, a mode of torch.compile
+or "".
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ def build(job: dict[str, Any]) -> Built:
     torch.set_float32_matmul_precision("medium" if options["numerics"] == "bfloat16-matmul" else "highest")
     torch.manual_seed(job["seed"])
     model = Qwen3MoeForCausalLM(_config(job["config"])).train()
+    if options["numerics"] == "bfloat16-weights":
+        model.bfloat16()
     model.set_experts_implementation(options["experts"])
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=job["rate"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True
     )
-    forward = torch.compile(model) if options["compiled"] else model
+    forward = torch.compile(model, mode=options["compiled"]) if options["compiled"] else model
 
     def step(tokens: np.ndarray) -> float:
         ids = torch.from_numpy(tokens.astype(np.int64))
