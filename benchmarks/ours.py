@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
 from typing import Any
 
 import jax
@@ -48,7 +48,16 @@ def build(job: dict[str, Any]) -> Built:
         return float(measured["loss"])
 
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return Built(step, num_parameters, {"jax": jax.__version__, "kernels": os.environ.get("NOONSIGHT_KERNELS", "auto")})
+    return Built(step, num_parameters, {"jax": jax.__version__, "kernels": _kernels()})
+
+
+def _kernels() -> str:
+    """What products are computed with."""
+    if importlib.util.find_spec("noonsight.model.native") is None:
+        return "xla"
+    from noonsight.model import native
+
+    return native.description()
 
 
 def _batch(tokens: np.ndarray) -> Batch:

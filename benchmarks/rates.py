@@ -1,27 +1,32 @@
-"""Measures the products of `ceiling.py` with XLA (and with our native kernels where they are chosen), each alone.
+"""Measures the products of `ceiling.py`, each alone: XLA in float32 and bfloat16, and our native kernels if there are.
 
 A worker of its own, so that it can take turns with the contestants:
 
-    {"build": {"products": [[batch, m, k, n], ...], "ways": [...]}}  ->  {"ready": {...}}
+    {"build": {"products": [[batch, m, k, n], ...]}}  ->  {"ready": {}}
     {"seconds": s}  ->  {"rates": {way: [[FLOP/s of forward, rows, matrix], ...]}}, about s seconds in all
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-FORWARD = (((2,), (1,)), ((0,), (0,)))  # [e,m,k] x [e,k,n]
-ROWS = (((2,), (2,)), ((0,), (0,)))  # [e,m,n] x [e,k,n]
-MATRIX = (((1,), (1,)), ((0,), (0,)))  # [e,m,k] x [e,m,n]
+
+class Way(NamedTuple):
+    """One way to multiply: `product(a, b, a_transposed, b_transposed)` of arrays of `dtype`."""
+
+    product: Callable[..., jax.Array]
+    dtype: Any
+    batches: bool  # whether it takes a leading batch dim
 
 
 def main() -> None:
@@ -29,7 +34,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     job = json.loads(sys.stdin.readline())["build"]
-    calls = {way: [_calls(way, *shape) for shape in job["products"]] for way in job["ways"]}
+    ways = {"xla-float32": _xla("float32"), "xla-bfloat16": _xla("bfloat16")} | _native()
+    calls = {name: [_calls(way, *shape) for shape in job["products"]] for name, way in ways.items()}
     answers.write(json.dumps({"ready": {}}) + "\n")
     for line in sys.stdin:
         share = json.loads(line)["seconds"] / (3 * len(job["products"]) * len(calls))
@@ -40,27 +46,47 @@ def main() -> None:
         answers.write(json.dumps({"rates": rates}) + "\n")
 
 
-def _calls(way: str, batch: int, m: int, k: int, n: int) -> tuple[list[Callable[[], Any]], int]:
-    """The three products of one shape, compiled and called once, and their FLOPs."""
+def _calls(way: Way, batch: int, m: int, k: int, n: int) -> tuple[list[Callable[[], Any]], int]:
+    """The three products of one shape, compiled and called once, and the FLOPs of each."""
     rng = np.random.default_rng(0)
-    dtype = jnp.dtype(way.removeprefix("xla-"))
     x, w, g = (
-        jnp.asarray(rng.standard_normal((batch, *shape), np.float32), dtype) for shape in ((m, k), (k, n), (m, n))
+        jnp.asarray(rng.standard_normal((batch, *shape), np.float32), way.dtype) for shape in ((m, k), (k, n), (m, n))
     )
-    if batch == 1:  # as the model multiplies them: plain matrices
-        x, w, g = x[0], w[0], g[0]
-    made = []
-    for a, b, (contracted, batched) in ((x, w, FORWARD), (g, w, ROWS), (x, g, MATRIX)):
-        if batch == 1:
-            contracted, batched = tuple((dim - 1,) for (dim,) in contracted), ((), ())
-        made.append(_compiled(a, b, (contracted, batched)))
-    return made, 2 * batch * m * k * n
+    pairs = ((x, w, (False, False)), (g, w, (False, True)), (x, g, (True, False)))
+    if batch == 1 or not way.batches:  # as the model multiplies them: plain matrices
+        pairs = tuple((a[0], b[0], transposed) for a, b, transposed in pairs)
+    multiplied = batch if way.batches else 1
+    return [_compiled(way, *pair) for pair in pairs], 2 * multiplied * m * k * n
 
 
-def _compiled(a: jax.Array, b: jax.Array, dims: Any) -> Callable[[], Any]:
-    product = jax.jit(lambda a, b: jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32))
+def _compiled(way: Way, a: jax.Array, b: jax.Array, transposed: tuple[bool, bool]) -> Callable[[], Any]:
+    product = jax.jit(lambda a, b: way.product(a, b, *transposed))
     jax.block_until_ready(product(a, b))
     return lambda: jax.block_until_ready(product(a, b))
+
+
+def _xla(dtype: str) -> Way:
+    def product(a: jax.Array, b: jax.Array, a_transposed: bool, b_transposed: bool) -> jax.Array:
+        batch = tuple(range(a.ndim - 2))
+        contracted = (a.ndim - 2 if a_transposed else a.ndim - 1,), (b.ndim - 1 if b_transposed else b.ndim - 2,)
+        return jax.lax.dot_general(a, b, (contracted, (batch, batch)), preferred_element_type=jnp.float32)
+
+    return Way(product, jnp.dtype(dtype), batches=True)
+
+
+def _native() -> dict[str, Way]:
+    """Our kernels, one matrix of a batch at a time; float32 in, rounding inside. None where they are not available."""
+    if importlib.util.find_spec("noonsight.model.native") is None:
+        return {}
+    from noonsight.model import native
+
+    if not native.is_available():
+        return {}
+
+    def product(a: jax.Array, b: jax.Array, a_transposed: bool, b_transposed: bool) -> jax.Array:
+        return native.product(a, b, a_transposed=a_transposed, b_transposed=b_transposed)
+
+    return {"native": Way(product, jnp.dtype("float32"), batches=False)}
 
 
 def _rate(call: Callable[[], Any], flops: int, seconds: float) -> float:

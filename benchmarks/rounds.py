@@ -24,7 +24,6 @@ from benchmarks.contestants import HOUSE, MODULES, Contestant, Shape
 from noonsight.model.count import count
 
 ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # the same for all; each of them gains from it
-WAYS = ("xla-float32", "xla-bfloat16")
 MARGIN_MIB = 2048
 LEARNED = 0.05  # nats that the loss must have fallen: less is no training
 PARAMETERS_WITHIN = 0.002  # gains and biases are counted differently by everyone; nothing else is
@@ -105,7 +104,8 @@ class Contest:
             reference = self._start(scores[0], scratch)
             if reference is None:
                 raise RuntimeError(f"the reference {scores[0].contestant.name} does not run: {scores[0].rejected}")
-            ruler = Worker(Path(sys.executable), "benchmarks.rates", {}, {"products": [p[1:5] for p in found], "ways": WAYS}, scratch)  # fmt: skip
+            job = {"products": [product[1:5] for product in found]}
+            ruler = Worker(Path(sys.executable), "benchmarks.rates", {}, job, scratch)
             try:
                 while waiting or heat == 0:
                     workers = {0: reference, **self._admit(scores, waiting, scratch)}
