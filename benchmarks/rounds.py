@@ -29,7 +29,7 @@ LEARNED = 0.05  # nats that the loss must have fallen: less is no training
 PARAMETERS_WITHIN = 0.002  # gains and biases are counted differently by everyone; nothing else is
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Score:
     """What one contestant did: seconds of its measured steps by (heat, round), or why it does not count."""
 
@@ -138,7 +138,8 @@ class Contest:
         contestant = score.contestant
         python = self.pythons[contestant.side]
         try:
-            worker = Worker(python, MODULES[contestant.side], contestant.environment, contestant.job(self.shape, self.seed), scratch)  # fmt: skip
+            job = contestant.job(self.shape, self.seed)
+            worker = Worker(python, MODULES[contestant.side], contestant.environment, job, scratch)
         except Died as died:
             score.rejected = f"does not run: {died}"
             self.say(f"  {contestant.name}: {score.rejected}")

@@ -102,6 +102,7 @@ def train_step(
         figures["shapes"][name] = shape_report(shape, *contest.run())
     figures["versions"] = _versions(figures)
     if write:
+        RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(jsonlib.dumps(figures, indent=1) + "\n")
         PAGE.write_text(PAGE.read_text().split(HEADING)[0] + HEADING + markdown(figures))
     print(jsonlib.dumps(figures, indent=1) if json else markdown(figures))

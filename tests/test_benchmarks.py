@@ -139,6 +139,24 @@ def test_short_memory_makes_heats_and_the_reference_runs_in_all(monkeypatch):
     assert rows["a"]["ratio"] == pytest.approx(0.5) and rows["b"]["ratio"] == pytest.approx(1.0)
 
 
+def test_demands_compare_the_best_that_counts(monkeypatch):
+    field = [
+        fake("ours-moe-bf16"), fake("ours-moe-f32"), fake("ours-moe-bf16-muonh"), fake("torch-eager-f32-eager"),
+        fake("torch-eager-f32-grouped-noamx"), fake("torch-eager-bf16weights-grouped"), fake("ours-xla-f32-noamx"),
+    ]  # fmt: skip
+    scores, found, rates = contest(monkeypatch, field, memory_mib=1e6)
+    speeds = {"ours-moe-f32": 4.0, "ours-moe-bf16-muonh": 9.0, "torch-eager-f32-eager": 2.0, "torch-eager-bf16weights-grouped": 9.0}  # fmt: skip
+    for score in scores:
+        score.rounds = {key: [1.0 / speeds.get(score.contestant.name, 1.0)] for key in score.rounds}
+    demands = shape_report(SHAPES["tiny"], scores, found, rates)["demands"]
+    eager = demands["ours / transformers eager, the best of each"]
+    assert eager["of"] == ["ours-moe-f32", "torch-eager-f32-eager"]
+    assert eager["value"] == pytest.approx(2.0) and eager["holds"]
+    capped = demands["without AMX and our kernels, ours / transformers eager"]
+    assert capped["of"] == ["ours-xla-f32-noamx", "torch-eager-f32-grouped-noamx"]
+    assert "ours / torch.compile, the best of each" not in demands
+
+
 def test_our_side_runs_and_prints_json():
     """The whole command, with the reference alone."""
     command = [sys.executable, "benchmarks/train_step.py", "--quick", "--json", "--only", "nobody"]
