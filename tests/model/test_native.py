@@ -55,7 +55,11 @@ def test_product_is_exact_up_to_the_rounding_of_its_inputs(m, k, n, dtype):
 )
 def test_experts_and_all_slopes(tokens, per_token, rows, inner, num_experts, valid_share):
     """Against the einsum oracle in float32; the last expert is never chosen and must get exact zeros (F4, F5)."""
-    x, gate, up = normal(tokens, rows), normal(num_experts, rows, inner, scale=0.3), normal(num_experts, rows, inner, scale=0.2)
+    x, gate, up = (
+        normal(tokens, rows),
+        normal(num_experts, rows, inner, scale=0.3),
+        normal(num_experts, rows, inner, scale=0.2),
+    )
     down = normal(num_experts, inner, rows, scale=0.3)
     chosen = np.stack(
         [
