@@ -58,7 +58,7 @@ class ModelConfig:
     init_scale: float  # initial standard deviation times sqrt(width)
     tie_embeddings: bool
     compute_dtype: Literal["float32", "bfloat16"]
-    remat: Literal["none", "block"]  # block: keep only each layer's input for the backward pass
+    remat: Literal["none", "block", "offload"]  # kept of a layer for its gradient: all; its input; that, by the host
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -99,7 +99,7 @@ def _check_sizes(config: ModelConfig) -> None:
     _require(config.sconv_kernel >= 0, f"sconv_kernel is {config.sconv_kernel}; 0 switches short convolutions off")
     _require(config.z_loss_weight >= 0, f"z_loss_weight is {config.z_loss_weight}; 0 switches it off")
     _choice("compute_dtype", config.compute_dtype, ("float32", "bfloat16"))
-    _choice("remat", config.remat, ("none", "block"))
+    _choice("remat", config.remat, ("none", "block", "offload"))
 
 
 def _check_attention(config: ModelConfig) -> None:
