@@ -11,13 +11,14 @@ import pytest
 
 from noonsight.logbook.vocabulary import METRICS
 from noonsight.model import layout
-from noonsight.model.config import ModelConfig
 from noonsight.model.decode import decode_step, init_cache, prefill
 from noonsight.model.families import delphi, marin_8b
 from noonsight.model.loss import CHUNK_TOKENS, weighted_loss
 from noonsight.model.moe import effective_bias, histogram_beta, route, topk_beta
 from noonsight.model.transformer import init_extra, make_program
 from tests.model.setting import (
+    compiled,
+    dense_config,
     logits_of,
     packed_batch,
     shaken_extra,
@@ -194,10 +195,10 @@ def test_cached_equals_uncached():
     """Rows of different lengths, in two stretches and then token by token, across the window."""
     tokens = BATCH.tokens
     full = all_logits(BATCH._replace(segments=jnp.zeros_like(BATCH.segments)))
-    extend = jax.jit(lambda cache, tokens, lengths: prefill(PARAMS, EXTRA, cache, tokens, lengths, CONFIG))
+    extend = compiled(lambda cache, tokens, lengths: prefill(PARAMS, EXTRA, cache, tokens, lengths, CONFIG))
     _, cache = extend(init_cache(CONFIG, 2, 40), tokens[:, :18], jnp.array([2, 10]))
     found, cache = extend(cache, jnp.stack([tokens[0, 2:20], tokens[1, 10:28]]), jnp.array([18, 14]))
-    decode = jax.jit(lambda cache, tokens: decode_step(PARAMS, EXTRA, cache, tokens, CONFIG))
+    decode = compiled(lambda cache, tokens: decode_step(PARAMS, EXTRA, cache, tokens, CONFIG))
     at = np.array([19, 23])
     for _ in range(12):
         assert np.abs(np.asarray(found) - full[[0, 1], at]).max() < 1e-5 * np.abs(full).max()
@@ -206,24 +207,8 @@ def test_cached_equals_uncached():
     assert cache.lengths.tolist() == (at + 1).tolist()
 
 
-def small_dense(config: ModelConfig) -> ModelConfig:
-    return replace(
-        config,
-        vocab_size=61,
-        width=32,
-        num_layers=2,
-        sequence_length=40,
-        num_heads=4,
-        num_kv_heads_local=2,
-        num_kv_heads_global=2,
-        head_width=8,
-        dense_width=48,
-        compute_dtype="float32",
-    )
-
-
 def test_a_llama_runs():
-    config = small_dense(marin_8b())
+    config = dense_config(marin_8b())
     found = logits_of(config)(shaken_params(config), {}, BATCH.tokens, BATCH.segments)
     assert found.shape == (2, 40, 61)
     assert np.isfinite(found).all()
@@ -231,7 +216,7 @@ def test_a_llama_runs():
 
 
 def test_a_dense_model_trains_every_array():
-    config = small_dense(delphi(512))
+    config = dense_config(delphi(512))
     (_, aux), gradient = step_of(config)(shaken_params(config), {}, BATCH)
     assert aux["next"] == {}
     assert "router/entropy" not in aux["metrics"]
@@ -239,7 +224,7 @@ def test_a_dense_model_trains_every_array():
 
 
 def test_remat_changes_nothing():
-    config = small_dense(delphi(512))
+    config = dense_config(delphi(512))
     params = shaken_params(config)
     recomputed, stored = (step_of(replace(config, remat=remat))(params, {}, BATCH) for remat in ("block", "none"))
     for one, two in zip(jax.tree.leaves(recomputed), jax.tree.leaves(stored)):
