@@ -23,6 +23,10 @@ from noonsight.model.transformer import logits, make_program, token_losses
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
+# What a config may round to, and the name of its bound in test_parity.
+PRECISIONS = {"float32": {"compute_dtype": "float32"}, "bfloat16": {"compute_dtype": "bfloat16"}}
+
+
 class Packed(NamedTuple):
     tokens: jax.Array
     segments: jax.Array
@@ -84,26 +88,11 @@ def shaken_extra(config: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
     }
 
 
-def attention_piece(a, layer, is_global, segments, config):
-    """One layer's attention from its normed input, before the output convolution."""
-    reach, angles, kind = _surroundings(segments, is_global, config)
-    k = reach.convolve("k", elementary.matmul(a, layer.wk), layer.sconv_k)
-    v = elementary.matmul(a, layer.wv)
-    k, v = attention.key_value(k, v, layer, angles, kind.rotated, kind.is_global, config)
-    y = reach.attend(attention.query(a, layer, angles, kind.rotated, config), k, v)
-    return attention.finish(y, v, a, layer, config)[0]
-
-
 def moe_piece(m, layer, is_global, segments, config):
     return moe(m, segments >= 0, layer, config)[0]
 
 
 def block_piece(x, layer, is_global, segments, config):
-    reach, angles, kind = _surroundings(segments, is_global, config)
-    return transformer.block(x, layer, kind, reach, angles, segments >= 0, config)[0]
-
-
-def _surroundings(segments, is_global, config):
     wide = attention.lower_bounds(segments, config.global_window or segments.shape[1])
     lower = jnp.where(is_global, wide, attention.lower_bounds(segments, config.window))
     reach = transformer.Reach(
@@ -112,8 +101,8 @@ def _surroundings(segments, is_global, config):
     )
     positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     angles = elementary.rotation(positions, config.rotated_width, config.rope_theta)
-    is_global = jnp.asarray(is_global)
-    return reach, angles, transformer.Kind(is_global, ~is_global | config.rope_on_global)
+    kind = transformer.Kind(is_global, ~is_global | config.rope_on_global)
+    return transformer.block(x, layer, kind, reach, angles, segments >= 0, config)[0]
 
 
 @cache

@@ -1,10 +1,6 @@
 """The model against the float64 NumPy reference: outputs, and the gradient of every array in every coordinate.
 
-float32: the largest error is within 1e-5 of the largest entry. bfloat16, whose rounding is random: the root mean
-square of the errors is within 2e-2 of that of the entries. Arrays of experts are compared expert by expert, so that a
-small expert's error cannot hide behind a large one.
-
-bfloat16 is judged with the arrays as the model rounds them, so only its computation is. Where a token's last chosen
+How near is near: `nearness`. bfloat16 is judged with the arrays as the model rounds them, so only its computation is. Where a token's last chosen
 expert is hardly better than the first one left out, rounding may choose the other, rightly. Such tokens are known from
 the reference: in a block, the rows that they reach are not compared and carry no cotangent; for the whole model, the
 pending quantiles fix the choice.
@@ -17,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from noonsight.model import attention, elementary
+from noonsight.model import attention
 from noonsight.model.exchange import EXCHANGES
 from noonsight.model.families import delphi, marin_8b
 from noonsight.model.transformer import prepare
 from tests.model import reference, tape
+from tests.model.nearness import all_close, close, precision_of, wide
 from tests.model.setting import (
-    attention_piece,
+    PRECISIONS,
     block_piece,
     compiled,
     dense_config,
@@ -38,11 +35,6 @@ from tests.model.setting import (
 
 CONFIG = tiny_config()
 PARAMS, EXTRA, BATCH = shaken_params(CONFIG), shaken_extra(CONFIG), packed_batch(CONFIG)
-BOUNDS = {
-    "float32": (1e-5, lambda x, axes: np.abs(x).max(axes)),
-    "bfloat16": (2e-2, lambda x, axes: np.sqrt((x**2).mean(axes))),
-}
-DTYPES = tuple(BOUNDS)
 
 ATTENTION = {
     "hero": {},  # 8 query heads over 2 local kv heads, of which global layers keep 1
@@ -71,30 +63,6 @@ EXPERTS = {
 }
 
 
-def wide(tree):
-    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
-
-
-def close(found, expected, dtype, name="", lead=0, slack=1):
-    """Compare arrays, along the first `lead` axes one by one."""
-    found, expected = np.asarray(found, np.float64), np.asarray(tape.value(expected))
-    axes = tuple(range(lead, expected.ndim))
-    bound, size = BOUNDS[dtype]
-    error, scale = size(found - expected, axes), size(expected, axes)
-    assert (error <= slack * bound * scale).all(), f"{name}: error {(error / np.maximum(scale, 1e-30)).max():.1e}"
-
-
-def all_close(found, expected, dtype, slack=1):
-    """Compare trees leaf by leaf; `expected` has the gradients of traced arrays."""
-    paths = jax.tree.leaves_with_path(found)
-    traced = jax.tree.leaves(expected)
-    assert len(paths) == len(traced)
-    for (path, leaf), other in zip(paths, traced):
-        name = jax.tree_util.keystr(path)
-        lead = leaf.ndim - 2 if "expert" in name or "shared" in name else 0
-        close(leaf, other.gradient, dtype, name, lead, slack)
-
-
 def compare_piece(piece, truth, config, x, layer, cotangent, is_global=False):
     """Output and all gradients of piece(x, layer, is_global, segments, config); `truth(x, layer)` is the reference's."""
 
@@ -109,8 +77,8 @@ def compare_piece(piece, truth, config, x, layer, cotangent, is_global=False):
         tape.backward(expected, np.asarray(cotangent, np.float64))
         y, gradients = run(x, layer, jnp.asarray(kind), cotangent)
         rows = np.abs(np.asarray(cotangent, np.float32)).max(-1) > 0
-        close(np.asarray(y, np.float64)[rows], expected.value[rows], config.compute_dtype, "output")
-        all_close(gradients, traced, config.compute_dtype)
+        close(np.asarray(y, np.float64)[rows], expected.value[rows], precision_of(config), "output")
+        all_close(gradients, traced, precision_of(config))
 
 
 def piece_inputs(config):
@@ -123,43 +91,29 @@ def piece_inputs(config):
     return x, reference.layer_of(params.layers, 0), cotangent
 
 
-@pytest.mark.parametrize("case", ATTENTION)
-def test_attention(case):
-    """Local and global layers, three documents, a window shorter than two of them, padding."""
-    config = tiny_config(**ATTENTION[case])
-    check_attention(config)
-
-
-def test_attention_in_bfloat16():
-    check_attention(replace(CONFIG, compute_dtype="bfloat16"))
-
-
-def check_attention(config):
-    segments = np.asarray(BATCH.segments)
+@pytest.mark.parametrize(
+    ("case", "precision"), [(case, "float32") for case in ATTENTION] + [("hero", name) for name in PRECISIONS][1:]
+)
+def test_attention(case, precision):
+    """Norm, attention and its two convolutions: a dense block whose MLP gives 0. Local and global layers, three
+    documents, a window shorter than two of them, padding.
+    """
+    config = tiny_config(num_experts=0, balance="none", dense_width=4, **ATTENTION[case], **PRECISIONS[precision])
     x, layer, cotangent = piece_inputs(config)
-    names = ("wq", "wk", "wv", "wo", "q_norm", "k_norm", "head_gate", "sconv_k")
-    layer = type(layer)(**{name: None for name in vars(layer)} | {name: getattr(layer, name) for name in names})
-    compare_piece(
-        attention_piece,
-        lambda x, layer, is_global: reference.attention(x, layer, is_global, segments, config),
-        config,
-        x,
-        layer,
-        cotangent,
-        is_global=[False, True],
-    )
+    layer = replace(layer, mlp_down=jnp.zeros_like(layer.mlp_down))
+    compare_block(config, x, layer, cotangent)
 
 
 @pytest.mark.parametrize(
-    ("case", "exchange", "dtype"),
+    ("case", "exchange", "precision"),
     [(case, "einsum", "float32") for case in EXPERTS if case != "hero"]
-    + [("hero", exchange, dtype) for exchange in EXCHANGES for dtype in DTYPES],
+    + [("hero", exchange, precision) for exchange in EXCHANGES for precision in PRECISIONS],
 )
-def test_moe(case, exchange, dtype):
-    config = tiny_config(**EXPERTS[case], exchange=exchange, compute_dtype=dtype)
+def test_moe(case, exchange, precision):
+    config = tiny_config(**EXPERTS[case], exchange=exchange, **PRECISIONS[precision])
     valid = np.asarray(BATCH.segments).reshape(-1) >= 0
     x, layer, cotangent = piece_inputs(config)
-    bias = np.asarray(layer.router_bias, np.float64)
+    bias = bias_of(layer)
     words = ("router", "latent", "expert", "shared")
     layer = type(layer)(**{name: leaf if name.startswith(words) else None for name, leaf in vars(layer).items()})
 
@@ -170,31 +124,34 @@ def test_moe(case, exchange, dtype):
     compare_piece(moe_piece, truth, config, x, layer, cotangent)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_block(dtype):
-    config = replace(CONFIG, compute_dtype=dtype)
-    segments = np.asarray(BATCH.segments)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_block(precision):
+    config = tiny_config(**PRECISIONS[precision])
     x, layer, cotangent = piece_inputs(config)
-    bias = np.asarray(layer.router_bias, np.float64)
-    if dtype == "bfloat16":
+    if precision != "float32":
         layer = replace(layer, router=layer.router * 4)  # clearer choices
-        cotangent = jnp.where(unclear_rows(x, layer, bias, config)[..., None], 0, cotangent)
-    compare_piece(
-        block_piece,
-        lambda x, layer, is_global: reference.block(x, layer, bias, is_global, segments, config)[0],
-        config,
-        x,
-        layer,
-        cotangent,
-        is_global=[False, True],
-    )
+        cotangent = jnp.where(unclear_rows(x, layer, config)[..., None], 0, cotangent)
+    compare_block(config, x, layer, cotangent)
 
 
-def unclear_rows(x, layer, bias, config):
+def compare_block(config, x, layer, cotangent):
+    segments, bias = np.asarray(BATCH.segments), bias_of(layer)
+
+    def truth(x, layer, is_global):
+        return reference.block(x, layer, bias, is_global, segments, config)[0]
+
+    compare_piece(block_piece, truth, config, x, layer, cotangent, is_global=[False, True])
+
+
+def bias_of(layer):
+    return None if layer.router_bias is None else np.asarray(layer.router_bias, np.float64)
+
+
+def unclear_rows(x, layer, config):
     """Rows of a block's output that a token reaches, through the output convolution, whose choice may round away."""
     segments, unclear = np.asarray(BATCH.segments), False
     for is_global in (False, True):
-        _, _, clearance = reference.block(wide(x), wide(layer), bias, is_global, segments, config)
+        _, _, clearance = reference.block(wide(x), wide(layer), bias_of(layer), is_global, segments, config)
         unclear = unclear | (clearance.reshape(segments.shape) < 0.05)
     found = unclear.copy()
     for lag in range(1, config.sconv_kernel):
@@ -205,7 +162,7 @@ def unclear_rows(x, layer, bias, config):
 
 WHOLE = {
     "hero": CONFIG,
-    "hero, choice fixed, bfloat16": replace(CONFIG, compute_dtype="bfloat16"),
+    **{f"hero, choice fixed, {name}": tiny_config(**PRECISIONS[name]) for name in PRECISIONS if name != "float32"},
     "llama": dense_config(marin_8b()),
     "delphi, tied": dense_config(delphi(512), tie_embeddings=True, z_loss_weight=0.1),
 }
@@ -219,7 +176,7 @@ def test_whole(case):
     config = WHOLE[case]
     params, extra = shaken_params(config), shaken_extra(config)
     if "fixed" in case:
-        extra = {"pending_beta": extra["pending_beta"] + 50.0 * (jnp.arange(config.num_experts) > 1)}
+        extra = fixed_choice(config)
     pending = np.asarray(extra["pending_beta"], np.float64) if extra else None
     traced = jax.tree.map(tape.Traced, wide(prepare(params, {}, config)))
     tokens, segments, weights = (np.asarray(x) for x in BATCH)
@@ -227,7 +184,8 @@ def test_whole(case):
     expected = reference.loss(logits, tokens, weights, config.z_loss_weight)
     tape.backward(expected)
 
-    dtype, slack = config.compute_dtype, 2 if config.compute_dtype == "bfloat16" else 1
+    dtype = precision_of(config)
+    slack = 2 if dtype == "bfloat16" else 1
     (value, aux), gradient = step_of(config)(params, extra, BATCH)
     close(value, expected, dtype, "loss")
     close(aux["metrics"]["cross_entropy"], reference.loss(logits.value, tokens, weights, 0.0), dtype, "cross-entropy")
@@ -247,19 +205,20 @@ def check_pending(found, margins):
         assert np.abs(np.asarray(found[layer]) - exact).max() <= one_bin + 1e-5
 
 
-def test_logits():
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_logits(precision):
+    config = tiny_config(**PRECISIONS[precision])
     tokens, segments, _ = (np.asarray(x) for x in BATCH)
-    expected, _ = reference.forward(wide(PARAMS), np.asarray(EXTRA["pending_beta"], float), tokens, segments, CONFIG)
-    close(logits_of(CONFIG)(PARAMS, EXTRA, BATCH.tokens, BATCH.segments), expected, "float32", "logits")
+    extra = EXTRA if precision == "float32" else fixed_choice(config)
+    pending = np.asarray(extra["pending_beta"], np.float64)
+    expected, _ = reference.forward(wide(prepare(PARAMS, {}, config)), pending, tokens, segments, config)
+    close(logits_of(config)(PARAMS, extra, BATCH.tokens, BATCH.segments), expected, precision_of(config), "logits")
 
 
-def test_logits_in_bfloat16():
-    config = replace(CONFIG, compute_dtype="bfloat16")
-    extra = {"pending_beta": EXTRA["pending_beta"] + 50.0 * (jnp.arange(config.num_experts) > 1)}
-    tokens, segments, _ = (np.asarray(x) for x in BATCH)
-    rounded = wide(prepare(PARAMS, {}, config))
-    expected, _ = reference.forward(rounded, np.asarray(extra["pending_beta"], float), tokens, segments, config)
-    close(logits_of(config)(PARAMS, extra, BATCH.tokens, BATCH.segments), expected, "bfloat16", "logits")
+def fixed_choice(config):
+    """Pending quantiles so far apart that every token chooses the first two experts, whatever rounds."""
+    far = 50.0 * (np.arange(config.num_experts) > 1)
+    return {"pending_beta": shaken_extra(config)["pending_beta"] + jnp.asarray(far, jnp.float32)}
 
 
 @pytest.mark.parametrize("length", [5, 130])
@@ -285,12 +244,3 @@ def test_attend_at_any_length(length):
     y, gradients = run(*(jnp.asarray(x, jnp.float32) for x in (cotangent, q, k, v)))
     close(y, expected, "float32", "output")
     all_close(gradients, traced, "float32")
-
-
-def test_rotation_is_interleaved():
-    """Golden: position 1 turns the pair (1, 0) by one radian, the pair (0, 1) of the slowest frequency by
-    theta^(-1/2).
-    """
-    angles = elementary.rotation(jnp.array([1]), 4, 10_000.0)
-    turned = np.asarray(elementary.rotate(jnp.array([[[1.0, 0.0, 0.0, 1.0, 5.0, 6.0]]]), angles))[0, 0]
-    np.testing.assert_allclose(turned, [0.540302, 0.841471, -0.0099998, 0.99995, 5.0, 6.0], rtol=1e-5)
