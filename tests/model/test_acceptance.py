@@ -21,20 +21,21 @@ def test_load_is_even_after_200_steps():
     """Check 3: pending quantiles alone, on fresh random rows each step, bring the busiest expert within 5 % of the
     mean, though the router prefers some experts strongly.
     """
-    config = tiny_config(width=8, expert_width=1, latent_width=0, num_shared_experts=0)
+    config = tiny_config(width=8, expert_width=1, latent_width=0, num_shared_experts=0, exchange="einsum")
     layer = layer_of(shaken_params(config).layers, 0)
     layer = replace(layer, router=layer.router.at[0].set(jnp.linspace(-1.5, 1.5, config.num_experts)))
 
     def one_step(pending, key):
-        rows = jax.random.normal(key, (1, 24_000, config.width)).at[..., 0].set(1.0)
+        rows = jax.random.normal(key, (1, 16_000, config.width)).at[..., 0].set(1.0)
         balanced = replace(layer, router_bias=effective_bias(pending))
         _, found = moe(rows, jnp.ones(rows.shape[:2], bool), balanced, config)
         return found.beta, found.load_max_over_mean
 
-    scan = compiled(lambda keys: jax.lax.scan(one_step, jnp.zeros(config.num_experts), keys)[1])
+    scan = jax.jit(lambda keys: jax.lax.scan(one_step, jnp.zeros(config.num_experts), keys)[1])
     busiest = np.asarray(scan(jax.random.split(jax.random.key(0), 200)))
     assert busiest[0] > 1.5
     assert busiest[-1] < 1.05
+    assert busiest[-50:].mean() < 1.04
 
 
 def test_histogram_is_within_one_bin_of_the_exact_quantile():

@@ -9,6 +9,7 @@ from noonsight.logbook.vocabulary import METRICS
 from noonsight.model import layout
 from noonsight.model.decode import decode_step, init_cache, prefill
 from noonsight.model.loss import weighted_loss
+from noonsight.model.params import init_params
 from tests.model.setting import (
     compiled,
     logits_of,
@@ -26,6 +27,28 @@ STEP = step_of(CONFIG)
 
 def all_logits(batch, extra=EXTRA):
     return np.asarray(logits_of(CONFIG)(PARAMS, extra, batch.tokens, batch.segments))
+
+
+def test_initial_parameters():
+    """0.5 / sqrt(width) times a normal truncated to (-3, 3) whatever the fan-in; gains 1, gates 0, convolutions the
+    identity.
+    """
+    params = compiled(lambda key: init_params(key, CONFIG))(jax.random.key(0))
+    scale = 0.5 / CONFIG.width**0.5
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name, leaf = path[-1].name, np.asarray(leaf)
+        if name in ("head_gate", "router_bias"):
+            assert (leaf == 0).all()
+        elif name.endswith("norm"):
+            assert (leaf == 1).all()
+        elif name.startswith("sconv"):
+            assert (leaf[:, 0] == 1).all() and (leaf[:, 1:] == 0).all()
+        else:
+            assert np.abs(leaf).max() < 3 * scale
+            assert abs(leaf.std() / scale - 0.9866) < 4 / leaf.size**0.5  # the deviation of a normal cut at 3
+            assert abs(leaf.mean()) < 4 * scale / leaf.size**0.5
+    draws = [np.asarray(leaf).reshape(-1)[:64] for leaf in jax.tree.leaves(params) if np.asarray(leaf).std() > 0]
+    assert np.abs(np.corrcoef(draws) - np.eye(len(draws))).max() < 0.6  # no two arrays share their numbers
 
 
 def test_no_expert_sees_padding():
