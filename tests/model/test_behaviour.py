@@ -34,7 +34,7 @@ def test_initial_parameters():
     identity.
     """
     params = compiled(lambda key: init_params(key, CONFIG))(jax.random.key(0))
-    scale = 0.5 / CONFIG.width**0.5
+    scale, firsts = 0.5 / CONFIG.width**0.5, []
     for path, leaf in jax.tree.leaves_with_path(params):
         name, leaf = path[-1].name, np.asarray(leaf)
         if name in ("head_gate", "router_bias"):
@@ -44,11 +44,11 @@ def test_initial_parameters():
         elif name.startswith("sconv"):
             assert (leaf[:, 0] == 1).all() and (leaf[:, 1:] == 0).all()
         else:
+            firsts.append(leaf.flat[0])
             assert np.abs(leaf).max() < 3 * scale
             assert abs(leaf.std() / scale - 0.9866) < 4 / leaf.size**0.5  # the deviation of a normal cut at 3
             assert abs(leaf.mean()) < 4 * scale / leaf.size**0.5
-    draws = [np.asarray(leaf).reshape(-1)[:64] for leaf in jax.tree.leaves(params) if np.asarray(leaf).std() > 0]
-    assert np.abs(np.corrcoef(draws) - np.eye(len(draws))).max() < 0.6  # no two arrays share their numbers
+    assert len(set(firsts)) == len(firsts) > 20  # no two arrays share their numbers
 
 
 def test_no_expert_sees_padding():
