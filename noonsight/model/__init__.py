@@ -2,10 +2,10 @@
 
 Knows nothing of ours but itself.
 
-Files, lowest first: `config` (sizes and families) -> `layout` (splits over the mesh), `params` (the tree, its
+Files, lowest first: `config` (sizes) -> `layout` (splits over the mesh), `params` (the tree, its
 initialisation) -> `elementary` (norms, convolution, rotation, matrix product) -> `attention`, `moe`, `exchange`
 (expert transports) -> `loss` -> `transformer` (forward) -> `decode` (forward with a cache), `program` (the seam to
-training). `count` stands beside and needs no JAX.
+training). `families` (named configs with their published runs) and `count` stand beside and need no JAX.
 
 Shape legend, used in every annotation of this room:
 

@@ -1,10 +1,12 @@
 """The hero, its ladder, and its relatives: each family a function that returns a `ModelConfig`.
 
-`FAMILIES` adds to each config the batch and the number of steps of its published run, so that `count` can tell its
-tokens and FLOPs. JAX is not imported here.
+`FAMILIES` adds to each config its published run: batch, steps, optimiser and the rule of its rates, so that `count` can
+tell tokens, FLOPs and rates. Two changes of a config in the middle of a run are functions here: `lengthened` and
+`switch_qk_norm_on`, the only one that touches arrays and so the only one that imports JAX.
 
-Sources: Marin (marin-community/marin) issue #8435 for the hero run, #6044 Snowball, #4447 MoE V1, #1337 Delphi, and
-the public retrospectives of Marin 8B and 32B. What a source leaves open and we chose is marked "our reading".
+Sources: Marin (marin-community/marin) issue #8435 for the hero run, #6044 Snowball, #4447 and #4697 MoE V1, #1337
+Delphi, and the public retrospectives of Marin 8B and 32B. What a source leaves open and we chose is marked "our
+reading".
 """
 
 from __future__ import annotations
@@ -12,16 +14,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from noonsight.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from noonsight.model.params import Params
 
 LLAMA3_VOCABULARY = 128_256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A named model with its published run: `num_steps` steps of `batch_size` rows, `tokens` when the steps alone do
-    not tell.
+    """A named model with its published run: `num_steps` steps of `batch_size` rows (the last, where it grew), `tokens`
+    when the steps alone do not tell. `rule` names the transfer rule of its rates (`scaling.transfer`), if one set them.
     """
 
     name: str
@@ -29,6 +35,8 @@ class Family:
     batch_size: int
     num_steps: int | None
     tokens: int | None = None
+    rule: Literal["hero", "may", "moe-v1", "delphi"] | None = "hero"
+    optimizer: Literal["muonh", "adamh", "adamw"] = "muonh"
 
 
 # Width -> (layers, rows per batch, steps) of the hero ladder; None where no run was published (Marin, #8435, #8673).
@@ -137,8 +145,24 @@ def hero_kv_heads(num_heads: int) -> tuple[int, int]:
     return local, max(k for k in range(1, max(1, num_heads // 8) + 1) if local % k == 0)
 
 
+NUCLEOTIDES = "ACGTN"  # N: a base that was not read
+NUM_CONTROL_TOKENS = 8  # as in every tokenizer of ours: the end of a document, and seven reserved ones
+
+
+def nucleotide(width: int = 64, num_layers: int = 3) -> ModelConfig:
+    """The hero for sequences of bases: one token is one base, so the vocabulary is five characters and the control
+    tokens, and the bits per byte of an evaluation are bits per base.
+    """
+    return miniature(width, num_layers, NUM_CONTROL_TOKENS + len(NUCLEOTIDES))
+
+
 def snowball() -> ModelConfig:
-    """Snowball 67B-A2B (Marin, #6044). Our reading: rotation on all layers, no short convolutions, no latent space."""
+    """Snowball 67B-A2B (Marin, #6044). Its table gives 67.1 B parameters, 2.01 B active with the gated norms and 2.34 B
+    with the head; ours are 67.079 B, 2.011 B and 2.339 B.
+
+    Our reading: rotation of half the head on all layers, no short convolutions, no latent space. Left out: the partial
+    key offset of its wide layers, which has no parameters and no counted FLOPs.
+    """
     return replace(
         hero(),
         width=2560,
@@ -161,7 +185,12 @@ def snowball() -> ModelConfig:
 
 
 def moe_v1() -> ModelConfig:
-    """MoE V1 129B-A16B (Marin, #4447). Our reading: as Snowball, with one window of 4096 in all layers."""
+    """MoE V1 129B-A16B (Marin, #4697). Its table gives 129.1 B parameters and 15.9 B active; ours are 129.18 B, 129.06 B
+    without the gated norms, and 15.94 B touched by a token.
+
+    As Snowball, but the whole head is rotated. Every fourth layer sees 4096 keys, the others half (README of its
+    recipe). Our reading: the weights of the chosen experts sum to 2.5 as in Snowball.
+    """
     return replace(
         snowball(),
         width=5120,
@@ -170,9 +199,7 @@ def moe_v1() -> ModelConfig:
         num_heads=40,
         num_kv_heads_local=10,
         num_kv_heads_global=10,
-        window=4096,
-        global_window=None,
-        global_every=None,
+        rope_fraction=1.0,
         num_experts=64,
         expert_width=2560,
         shared_width=5120,
@@ -203,16 +230,45 @@ def marin_8b() -> ModelConfig:
     return replace(_llama(width=4096, num_layers=32, num_heads=32, num_kv_heads=8), dense_width=14_336)
 
 
-def marin_32b() -> ModelConfig:
-    """Marin 32B after its change at step 80 000, when QK norm was switched on (before: `replace(...,
-    qk_norm="off")`).
+def marin_32b(*, qk_norm: bool = True) -> ModelConfig:
+    """Marin 32B. It started as a Llama, `qk_norm=False`; at step 80 000 its loss spiked beyond repair and QK norm was
+    switched on (`switch_qk_norm_on`).
     """
     return replace(
         _llama(width=5120, num_layers=64, num_heads=40, num_kv_heads=8),
         dense_width=27_648,
-        qk_norm="gain",
+        qk_norm="gain" if qk_norm else "off",
         z_loss_weight=1e-4,
     )
+
+
+def switch_qk_norm_on(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
+    """A model without QK norm as one with it: gains q_norm, k_norm of 1 [L, H] are added, no other array is touched.
+
+    For a run that must go on: take the parameters of its last good checkpoint, make the optimiser anew for the new tree
+    and warm its rates up again (Marin 32B: 1 000 steps). The loss jumps once, because scores lose the scale that the
+    norms of queries and keys gave them; a model whose queries and keys have unit rms is left as it was.
+    Raises ValueError when the model has QK norm already.
+    """
+    import jax.numpy as jnp
+
+    if config.qk_norm != "off":
+        raise ValueError(f"switch_qk_norm_on: qk_norm is {config.qk_norm!r} already; there is nothing to switch on")
+    gains = jnp.ones((config.num_layers, config.head_width), jnp.float32)
+    layers = replace(params.layers, q_norm=gains, k_norm=jnp.copy(gains))
+    return replace(params, layers=layers), replace(config, qk_norm="gain")
+
+
+def lengthened(config: ModelConfig, sequence_length: int) -> ModelConfig:
+    """The config for a longer context: qk_mult grows by 1 + 0.1 ln(factor), as in the hero's probe at 262 144 tokens
+    (Marin, #8754). Raises ValueError for a shorter one.
+    """
+    if sequence_length < config.sequence_length:
+        raise ValueError(
+            f"lengthened: {sequence_length} is shorter than the context of {config.sequence_length} tokens"
+        )
+    growth = 1 + 0.1 * math.log(sequence_length / config.sequence_length)
+    return replace(config, sequence_length=sequence_length, qk_mult=config.qk_mult * growth)
 
 
 def _llama(*, width: int, num_layers: int, num_heads: int, num_kv_heads: int) -> ModelConfig:
@@ -254,16 +310,58 @@ def _ladder_family(width: int) -> Family:
     return Family(name=f"ladder-{width}", config=lambda: hero_ladder(width), batch_size=batch_size, num_steps=num_steps)
 
 
+def _delphi_family(budget: str, width: int, batch_size: int, num_steps: int) -> Family:
+    return Family(
+        name=f"delphi-{budget}",
+        config=lambda: delphi(width),
+        batch_size=batch_size,
+        num_steps=num_steps,
+        rule="delphi",
+        optimizer="adamh",
+    )
+
+
+def _marin_family(config: Callable[[], ModelConfig], batch_size: int, num_steps: int | None, tokens: int) -> Family:
+    name = config.__name__.replace("_", "-")
+    return Family(
+        name=name,
+        config=config,
+        batch_size=batch_size,
+        num_steps=num_steps,
+        tokens=tokens,
+        rule=None,
+        optimizer="adamw",
+    )
+
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family(name="hero", config=hero, batch_size=11_264, num_steps=390_251),
         *(_ladder_family(width) for width in (512, 768, 1024, 1536, 2048)),
-        Family(name="snowball", config=snowball, batch_size=8_192, num_steps=157_500),
-        Family(name="moe-v1", config=moe_v1, batch_size=2_048, num_steps=None, tokens=1_040_000_000_000),
-        Family(name="delphi-1e23", config=lambda: delphi(5376), batch_size=2_048, num_steps=74_884),
-        Family(name="marin-8b", config=marin_8b, batch_size=4_096, num_steps=None, tokens=12_750_000_000_000),
-        Family(name="marin-32b", config=marin_32b, batch_size=8_192, num_steps=192_000, tokens=6_400_000_000_000),
+        Family(
+            name="snowball",
+            config=snowball,
+            batch_size=8_192,
+            num_steps=157_500,
+            tokens=(15_000 * 4_096 + 142_500 * 8_192) * 8_192,  # half the batch up to step 15 000
+            rule="may",
+        ),
+        Family(
+            name="moe-v1",
+            config=moe_v1,
+            batch_size=2_048,
+            num_steps=None,
+            tokens=1_040_000_000_000,
+            rule="moe-v1",
+            optimizer="adamh",
+        ),
+        _delphi_family("1e21", 2560, 512, 22_057),
+        _delphi_family("1e22", 3840, 1_024, 38_235),
+        _delphi_family("1e23", 5376, 2_048, 74_884),
+        _marin_family(marin_8b, 4_096, None, 12_750_000_000_000),
+        _marin_family(marin_32b, 8_192, 192_000, 6_400_000_000_000),
         Family(name="miniature", config=lambda: miniature(96, 3, 4096), batch_size=4, num_steps=1_348),
+        Family(name="nucleotide", config=nucleotide, batch_size=8, num_steps=600),
     )
 }

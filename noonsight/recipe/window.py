@@ -36,6 +36,7 @@ __all__ = [
     "pretrain",
     "sample",
     "settle",
+    "spell",
     "text_folders",
 ]
 
@@ -47,19 +48,22 @@ JUDGED = "Apply the rules and grade every document from 0 to 4."
 GROUPED = "Group the documents by what they are about."
 CHOSEN = "Hold out a test set, then decide what trains, with reasons."
 VOCABULARY = "Learn the vocabulary from the training text alone."
+SPELLED = "Give each character of the alphabet a token."
 STORED = "Write the documents as tokens, with the way back to the text."
 MIXED = "Say how much of each cell is served, and when."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The stages from text to batches; `stages` lists them in order."""
+    """The stages from text to batches; `stages` lists them in order. Documents that an experiment makes itself are
+    neither judged nor chosen.
+    """
 
     documents: Stage
-    duplicates: Stage
-    quality: Stage
-    domains: Stage
-    select: Stage
+    duplicates: Stage | None = None
+    quality: Stage | None = None
+    domains: Stage | None = None
+    select: Stage | None = None
     tokenizer: Stage
     store: Stage
     mixture: Stage
@@ -67,16 +71,9 @@ class Corpus:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """All of them, in running order."""
-        return (
-            self.documents,
-            self.duplicates,
-            self.quality,
-            self.domains,
-            self.select,
-            self.tokenizer,
-            self.store,
-            self.mixture,
-        )
+        judged = (self.duplicates, self.quality, self.domains, self.select)
+        given = (self.documents, *judged, self.tokenizer, self.store, self.mixture)
+        return tuple(stage for stage in given if stage is not None)
 
 
 def text_folders(folder: str | Path, *, kinds: Mapping[str, str] | None = None) -> dict[str, tuple[Path, str, str]]:
@@ -147,6 +144,35 @@ def curate(
         store=tokens,
         mixture=mixed,
     )
+
+
+def spell(documents: Stage, characters: str, *, version: str = "1") -> Corpus:
+    """Made documents, one token for each character of an alphabet, in the proportions in which they were made.
+
+    `documents` is a stage of the experiment that writes documents.parquet and kept.parquet (docs/decisions/contracts.md).
+    """
+    alphabet = tokenizer.AlphabetConfig(characters=characters)
+    letters = Stage(
+        name="tokenizer", version=version, function=tokenizer.write_alphabet, config=alphabet, sentence=SPELLED
+    )
+    made = {"documents": documents, "select": documents, "tokenizer": letters}
+    tokens = Stage(
+        name="store",
+        version=version,
+        function=store.build_store,
+        config=store.StoreConfig(),
+        inputs=made,
+        sentence=STORED,
+    )
+    mixed = Stage(
+        name="mixture",
+        version=version,
+        function=mixture.plan_mixture,
+        config=mixture.MixtureConfig(),
+        inputs={"store": tokens},
+        sentence=MIXED,
+    )
+    return Corpus(documents=documents, tokenizer=letters, store=tokens, mixture=mixed)
 
 
 def pretrain(

@@ -4,24 +4,31 @@ A rule is a power law fitted on many small runs and read off at a larger size. I
 clamped rate no longer follows the law, and a ladder that contains one bends without telling. So every rule says which
 of its values were clamped, and `require_unclamped` refuses them unless the experiment declares the value itself.
 
-Sources: hero rule of August 2026 (Marin, issues #7856 and #8003); May rule of Snowball (issue #5951); Delphi's rule for
-AdamH (Marin, `completed_adamh`).
+Sources: hero rule of August 2026 (Marin, issues #7856 and #8003); May rule of Snowball (issue #5951); first MoE rule,
+for AdamH (issue #4447); Delphi's rule for AdamH (Marin, `completed_adamh`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+from noonsight.model.families import Family
 
 MATRIX_OVER_ADAM = 13 / 3
 RATE_CAP = 0.05
+BETA2_BOUNDS = (0.95, 0.9999)
 DELPHI_REFERENCE_SEQUENCES = 64
 DELPHI_REFERENCE_TOKENS = 2.5e9
+DELPHI_SEQUENCE_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Peak values for one run. `clamped` names the fields that left the power law for one of its bounds."""
+    """Peak values for one run. `clamped` names the fields that left the power law for one of its bounds;
+    `beta2_unclipped` is what the law says of beta2.
+    """
 
     adam_lr: float  # embeddings, norms, gates, router
     matrix_lr: float  # MuonH and AdamH matrices
@@ -32,6 +39,11 @@ class Rates:
     warmup_fraction: float
     min_lr_fraction: float  # of the peak, at the end
     clamped: tuple[str, ...] = ()
+    beta2_unclipped: float = math.nan
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Steps of the linear rise from 0: the fraction of the run, rounded down."""
+        return math.floor(self.warmup_fraction * num_steps + 1e-9)
 
 
 def hero_rates(num_tokens: int, width: int, batch_tokens: int) -> Rates:
@@ -46,21 +58,25 @@ def hero_rates(num_tokens: int, width: int, batch_tokens: int) -> Rates:
         Rates(
             adam_lr=adam,
             matrix_lr=MATRIX_OVER_ADAM * adam,
-            epsilon=9.676e-18 * math.sqrt(num_tokens / batch_tokens),
+            epsilon=_moe_epsilon(num_tokens, batch_tokens),
             beta1=0.90,
-            beta2=0.999 ** (batch_tokens / 131072),
+            beta2=_moe_beta2(batch_tokens),
             momentum=0.95,
             warmup_fraction=0.01,
             min_lr_fraction=0.05,
         ),
         adam_lr=(0.0, RATE_CAP),
         matrix_lr=(0.0, RATE_CAP),
-        beta2=(0.95, 0.9999),
+        beta2=BETA2_BOUNDS,
     )
 
 
 def may_rates(num_tokens: int, width: int, batch_tokens: int) -> Rates:
-    """Rates of Snowball: adam_lr = 0.06602 T^-.395 d^-.150 tau^(1/2); its other values are constants of that run."""
+    """Rates of Snowball: adam_lr = 0.06602 T^-.395 d^-.150 tau^(1/2), beta2 as in `hero_rates`.
+
+    Its epsilon is the constant that its run stated. The formula beside it (#6044) is that of `hero_rates` with a batch
+    in tokens where the reference is in rows, so the law itself would say 5.3e-15.
+    """
     _require_positive(num_tokens=num_tokens, width=width, batch_tokens=batch_tokens)
     adam = 0.06602 * num_tokens**-0.395 * width**-0.150 * math.sqrt(batch_tokens)
     return _clamp(
@@ -69,13 +85,39 @@ def may_rates(num_tokens: int, width: int, batch_tokens: int) -> Rates:
             matrix_lr=MATRIX_OVER_ADAM * adam,
             epsilon=8.0e-19,
             beta1=0.9062,
-            beta2=0.95,
+            beta2=_moe_beta2(batch_tokens),
             momentum=0.95,
             warmup_fraction=0.01,
             min_lr_fraction=0.05,
         ),
         adam_lr=(0.0, RATE_CAP),
         matrix_lr=(0.0, RATE_CAP),
+        beta2=BETA2_BOUNDS,
+    )
+
+
+def moe_v1_rates(num_tokens: int, width: int, batch_tokens: int) -> Rates:
+    """Rates of MoE V1 (AdamH on the matrices): adam_lr = 0.025469 T^-.2813 d^-.3678 tau^(1/2), which is published as 1.63
+    with the batch in rows of 4096 tokens; matrix_lr 13/3 of it; epsilon and beta2 as in `hero_rates`.
+
+    The warm-up covers the first tenth of the run. Our reading: the rates end at a twentieth of their peak.
+    """
+    _require_positive(num_tokens=num_tokens, width=width, batch_tokens=batch_tokens)
+    adam = 0.025469 * num_tokens**-0.2813 * width**-0.3678 * math.sqrt(batch_tokens)
+    return _clamp(
+        Rates(
+            adam_lr=adam,
+            matrix_lr=MATRIX_OVER_ADAM * adam,
+            epsilon=_moe_epsilon(num_tokens, batch_tokens),
+            beta1=0.9062,
+            beta2=_moe_beta2(batch_tokens),
+            momentum=0.0,
+            warmup_fraction=0.1,
+            min_lr_fraction=0.05,
+        ),
+        adam_lr=(0.0, RATE_CAP),
+        matrix_lr=(0.0, RATE_CAP),
+        beta2=BETA2_BOUNDS,
     )
 
 
@@ -106,6 +148,24 @@ def delphi_rates(num_tokens: int, num_sequences: int) -> Rates:
     )
 
 
+RULES: dict[str, Callable[[int, int, int], Rates]] = {
+    "hero": hero_rates,
+    "may": may_rates,
+    "moe-v1": moe_v1_rates,
+    "delphi": lambda tokens, width, batch_tokens: delphi_rates(tokens, batch_tokens // DELPHI_SEQUENCE_TOKENS),
+}
+"""Rule by the name that a family gives: (tokens of the run, width, tokens per batch) -> rates."""
+
+
+def family_rates(family: Family, num_tokens: int) -> Rates:
+    """Rates of a family's run of `num_tokens` tokens. Raises ValueError when no transfer rule set them."""
+    if family.rule is None:
+        ruled = "those of the hero, Snowball, MoE V1 and Delphi"
+        raise ValueError(f"no transfer rule set the rates of {family.name}; the families that have one are {ruled}.")
+    config = family.config()
+    return RULES[family.rule](num_tokens, config.width, family.batch_size * config.sequence_length)
+
+
 def declare(rates: Rates, *, beta2: float) -> Rates:
     """The rates with a beta2 that the experiment states itself, which is then no clamped value."""
     return replace(rates, beta2=beta2, clamped=tuple(name for name in rates.clamped if name != "beta2"))
@@ -122,10 +182,20 @@ def require_unclamped(rates: Rates, run: str) -> Rates:
     return rates
 
 
+def _moe_epsilon(num_tokens: int, batch_tokens: int) -> float:
+    """Grows as the root of the number of steps: 1e-15 at 1.4e9 tokens in batches of 131 072."""
+    return 9.676e-18 * math.sqrt(num_tokens / batch_tokens)
+
+
+def _moe_beta2(batch_tokens: int) -> float:
+    """A memory that is constant in tokens."""
+    return 0.999 ** (batch_tokens / 131072)
+
+
 def _clamp(rates: Rates, **bounds: tuple[float, float]) -> Rates:
     values = {name: min(max(getattr(rates, name), low), high) for name, (low, high) in bounds.items()}
     clamped = tuple(name for name, value in values.items() if value != getattr(rates, name))
-    return replace(rates, **values, clamped=clamped)
+    return replace(rates, **values, clamped=clamped, beta2_unclipped=rates.beta2)
 
 
 def _require_positive(**values: float) -> None:

@@ -159,6 +159,11 @@ def apportion(weights: np.ndarray, total: int) -> np.ndarray:
     return _fit((np.floor(quota)).astype(np.int64), quota - np.floor(quota), total, (weights > 0).astype(np.int64), 1.0)
 
 
+def boundary_steps(batch_size: int, block_rows: int) -> int:
+    """Steps from one place to the next where a step and a block end together: a phase may begin there exactly."""
+    return block_rows // math.gcd(batch_size, block_rows)
+
+
 def spread(rows: np.ndarray, block_rows: int) -> np.ndarray:
     """Counts i64[K, N] of N cells in the K blocks of a period, from the rows of each cell in the period, i64[N].
 

@@ -44,6 +44,18 @@ class TokenizerConfig:
     max_token_length: int = 32  # bytes; keeps ruled lines (----) from filling the vocabulary
 
 
+@dataclass(frozen=True, kw_only=True)
+class AlphabetConfig:
+    """A tokenizer of single characters, such as "ACGTN": nothing is learned."""
+
+    characters: str
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a vocabulary. Raises ValueError."""
+        if not self.characters.isascii() or not self.characters or len(set(self.characters)) < len(self.characters):
+            raise ValueError(f"AlphabetConfig: characters {self.characters!r} must be ASCII, each once, at least one")
+
+
 class Tokenizer:
     """A loaded tokenizer; made by `load`."""
 
@@ -54,9 +66,12 @@ class Tokenizer:
         self.eos = eos
         self.digest = digest  # xxh3-128 of tokenizer.json
         self.byte_lengths = np.array([len(piece) for piece in pieces], np.int32)  # i32[V], 0 for control tokens
+        self._alphabet = None if _EVERY_BYTE <= set(pieces) else frozenset(b"".join(pieces).decode("ascii"))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without EOS. Raises ValueError on a lone surrogate, which has no bytes."""
+        """Token ids of `text`, without EOS. Raises ValueError on a lone surrogate, which has no bytes, and on a character
+        outside the alphabet of a tokenizer that has one.
+        """
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -64,6 +79,8 @@ class Tokenizer:
         pieces, owner = [], []
         for index, text in enumerate(texts):
             _refuse_surrogates(text, index)
+            if self._alphabet is not None:
+                _refuse_foreign(text, index, self._alphabet)
             for piece in _pieces(text):
                 pieces.append(piece)
                 owner.append(index)
@@ -101,11 +118,7 @@ def train_tokenizer(config: TokenizerConfig, inputs: Mapping[str, Path], out: Pa
         raise ValueError(
             f"vocab_size {config.vocab_size} is too small: 256 bytes and {len(SPECIALS)} control tokens need {smallest}"
         )
-    engine = tokenizers.Tokenizer(models.BPE())
-    engine.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    engine.decoder = decoders.ByteLevel()
+    engine = _byte_level_engine({})
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         min_frequency=config.min_frequency,
@@ -135,6 +148,15 @@ def train_tokenizer(config: TokenizerConfig, inputs: Mapping[str, Path], out: Pa
             "odd_token": max(words, key=len),  # the longest word that earned a token of its own
         }
     )
+
+
+def write_alphabet(config: AlphabetConfig, inputs: Mapping[str, Path], out: Path) -> Artifact:
+    """Stage without inputs: writes the `tokenizer.json` whose tokens are control tokens and the characters, in order."""
+    engine = _byte_level_engine({name: i for i, name in enumerate((*SPECIALS, *config.characters))})
+    engine.add_special_tokens(list(SPECIALS))
+    write_atomic(out / "tokenizer.json", engine.to_str(pretty=True).encode("utf-8"))
+    tokenizer = load(out)
+    return Artifact(facts={"vocab_size": tokenizer.vocab_size, "digest": tokenizer.digest, "bytes_per_token": 1.0})
 
 
 def load(path: Path) -> Tokenizer:
@@ -167,6 +189,16 @@ def load(path: Path) -> Tokenizer:
     return Tokenizer(engine, pieces, engine.token_to_id(END), xxhash.xxh3_128_hexdigest(content))
 
 
+def _byte_level_engine(vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
+    """Byte-pair encoding over bytes, without merges."""
+    engine = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    engine.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    engine.decoder = decoders.ByteLevel()
+    return engine
+
+
 @dataclass
 class _Sample:
     """What was read while training: all bytes counted, the first megabyte kept."""
@@ -193,6 +225,7 @@ def _training_text(inputs: Mapping[str, Path], sample: _Sample) -> Iterator[str]
         yield document.text[start:]
 
 
+_EVERY_BYTE = {bytes([byte]) for byte in range(256)}
 _LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 _WORD_END = re.compile(r"[A-Za-z](?=[ \n])")
 
@@ -214,6 +247,15 @@ def _refuse_surrogates(text: str, index: int) -> None:
             f"text {index} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, which no "
             "UTF-8 file can hold. Read the source with errors='replace' or drop the document."
         ) from None
+
+
+def _refuse_foreign(text: str, index: int, alphabet: frozenset[str]) -> None:
+    if foreign := set(text) - alphabet:
+        first = min(text.index(character) for character in foreign)
+        raise ValueError(
+            f"text {index} has {text[first]!r} at character {first}, and this tokenizer knows only "
+            f"{''.join(sorted(alphabet))!r}. Change the text, or make a tokenizer with that character."
+        )
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -4,7 +4,17 @@ import math
 
 import pytest
 
-from noonsight.scaling.transfer import declare, delphi_rates, hero_rates, may_rates, require_unclamped
+from noonsight.model.families import FAMILIES
+from noonsight.scaling.transfer import (
+    RULES,
+    declare,
+    delphi_rates,
+    family_rates,
+    hero_rates,
+    may_rates,
+    moe_v1_rates,
+    require_unclamped,
+)
 
 # Marin, issue #8435: width, steps, sequences per step -> adam lr, matrix lr, epsilon, beta2.
 HERO_ROWS = [
@@ -39,6 +49,47 @@ def test_hero_table_to_four_digits(width, steps, sequences, adam, matrix, epsilo
     assert (rates.beta1, rates.momentum, rates.warmup_fraction, rates.min_lr_fraction) == (0.9, 0.95, 0.01, 0.05)
 
 
+UNCLIPPED = (0.968491, 0.937975, 0.825228, 0.703156, 0.703156)
+
+
+def test_beta2_before_its_bounds():
+    for (width, steps, sequences, *_), unclipped in zip(HERO_ROWS, UNCLIPPED):
+        rates = hero_rates(steps * sequences * 4096, width, sequences * 4096)
+        assert f"{rates.beta2_unclipped:.6f}" == f"{unclipped:.6f}"
+        assert rates.beta2 == max(0.95, rates.beta2_unclipped)
+    assert hero_rates(18_005_144_633_344, 6144, 46_137_344).num_warmup_steps(390_251) == 3_902
+
+
+def test_the_published_form_counts_rows_of_8192_tokens():
+    assert math.isclose(13 / 3 * 0.087571 * math.sqrt(8192), 34.346, rel_tol=1e-5)
+    for width, steps, sequences, *_ in HERO_ROWS:
+        tokens, rows = steps * sequences * 4096, sequences / 2  # a row of 8192 is two of 4096
+        published = 34.35 * tokens**-0.346 * width**-0.345 * math.sqrt(rows)
+        found = hero_rates(tokens, width, sequences * 4096).matrix_lr
+        assert math.isclose(found, published, rel_tol=0.005)  # exponents rounded to three digits
+        assert not math.isclose(found, published * math.sqrt(2), rel_tol=0.1)  # rows of 4096 in its place
+
+
+def test_the_first_moe_rule():
+    tokens, width, rows = 1_040_000_000_000, 5120, 2048
+    rates = moe_v1_rates(tokens, width, rows * 4096)
+    published = 1.63 * tokens**-0.2813 * width**-0.3678 * math.sqrt(rows)  # the batch in rows of 4096 tokens
+    assert math.isclose(rates.adam_lr, published, rel_tol=1e-4)
+    assert math.isclose(rates.matrix_lr, 13 / 3 * rates.adam_lr)
+    assert (rates.beta1, rates.beta2, rates.warmup_fraction) == (0.9062, 0.95, 0.1)
+    assert math.isclose(moe_v1_rates(1_400_000_000, 512, 131_072).epsilon, 1e-15, rel_tol=1e-4)  # its reference
+
+
+def test_rates_of_families():
+    assert {family.rule for family in FAMILIES.values()} == {*RULES, None}
+    snowball = family_rates(FAMILIES["snowball"], FAMILIES["snowball"].tokens)
+    assert math.isclose(snowball.matrix_lr, 0.005281, rel_tol=0.001)  # as it resumed with twice the batch
+    delphi = FAMILIES["delphi-1e22"]
+    assert math.isclose(family_rates(delphi, 160_369_213_440).matrix_lr, 0.0072317973, rel_tol=0.002)
+    with pytest.raises(ValueError, match="no transfer rule set the rates of marin-8b"):
+        family_rates(FAMILIES["marin-8b"], 1)
+
+
 @pytest.mark.parametrize("sequences, steps, matrix, adam, epsilon", DELPHI_ROWS)
 def test_delphi_rows_within_a_fifth_of_a_percent(sequences, steps, matrix, adam, epsilon):
     rates = delphi_rates(sequences * steps * 4096, sequences)
@@ -67,5 +118,6 @@ def test_a_declared_beta2_is_no_clamp():
 
 
 def test_impossible_sizes_are_refused():
-    with pytest.raises(ValueError, match="width must be positive"):
-        hero_rates(1000, 0, 10)
+    for rule in (hero_rates, may_rates, moe_v1_rates):
+        with pytest.raises(ValueError, match="width must be positive"):
+            rule(1000, 0, 10)

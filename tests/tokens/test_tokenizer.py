@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noonsight.tokens import tokenizer as module
-from noonsight.tokens.tokenizer import SPECIALS, TokenizerConfig, load, train_tokenizer
+from noonsight.tokens.tokenizer import (
+    SPECIALS,
+    AlphabetConfig,
+    TokenizerConfig,
+    load,
+    train_tokenizer,
+    write_alphabet,
+)
 from tests.tokens.voyage import run_tokenizer, sentence, write_corpus
 
 
@@ -165,3 +172,20 @@ def test_damaged_and_foreign_files_are_refused_by_name(corpus, tokenizer, tmp_pa
     file.write_text(good.replace(SPECIALS[0], "<|stop|>"))
     with pytest.raises(ValueError, match=r"no control token <\|end\|>"):
         load(tmp_path)
+
+
+def test_an_alphabet_spells_and_refuses_what_it_cannot(tmp_path):
+    facts = write_alphabet(AlphabetConfig(characters="ACGTN"), {}, tmp_path).facts
+    letters = load(tmp_path)
+    first = len(SPECIALS)
+    assert (letters.vocab_size, letters.eos, facts["vocab_size"]) == (first + 5, 0, first + 5)
+    assert letters.encode("GATTACAN") == [first + "ACGTN".index(base) for base in "GATTACAN"]
+    assert letters.decode(letters.encode("GATTACAN" * 20_000)) == "GATTACAN" * 20_000
+    with pytest.raises(ValueError, match=r"'x' at character 2, and this tokenizer knows only 'ACGNT'"):
+        letters.encode("ACxG")
+
+
+@pytest.mark.parametrize("characters", ["", "ACCA", "AÉ"])
+def test_an_alphabet_that_is_none_is_refused(characters):
+    with pytest.raises(ValueError, match="each once"):
+        AlphabetConfig(characters=characters)
