@@ -221,8 +221,12 @@ def fixed_choice(config):
     return {"pending_beta": shaken_extra(config)["pending_beta"] + jnp.asarray(far, jnp.float32)}
 
 
+JUDGED_ATTENTION = {"float32": attention.attend}  # by the bound in `nearness`
+
+
+@pytest.mark.parametrize("precision", JUDGED_ATTENTION)
 @pytest.mark.parametrize("length", [5, 130])
-def test_attend_at_any_length(length):
+def test_attend_at_any_length(length, precision):
     """Blocks of keys are skipped, partly visible or whole; the gradient is that of plain softmax."""
     rng = np.random.default_rng(length)
     q, k, v, cotangent = (rng.standard_normal((2, length, n, 8)) for n in (6, 2, 2, 6))
@@ -238,9 +242,9 @@ def test_attend_at_any_length(length):
 
     @compiled
     def run(cotangent, *inputs):
-        y, pull = jax.vjp(lambda q, k, v: attention.attend(q, k, v, lower), *inputs)
+        y, pull = jax.vjp(lambda q, k, v: JUDGED_ATTENTION[precision](q, k, v, lower), *inputs)
         return y, pull(cotangent)
 
     y, gradients = run(*(jnp.asarray(x, jnp.float32) for x in (cotangent, q, k, v)))
-    close(y, expected, "float32", "output")
-    all_close(gradients, traced, "float32")
+    close(y, expected, precision, "output")
+    all_close(gradients, traced, precision)

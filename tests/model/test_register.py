@@ -35,6 +35,10 @@ from tests.model import reference, tape
 from tests.model.nearness import all_close, close, wide
 from tests.model.setting import compiled, packed_batch, shaken_extra, shaken_params, step_of, tiny_config
 
+# What is judged: an implementation and its bound in `nearness`; for the loss also the dtype of its arrays.
+JUDGED_EXCHANGES = {name: (exchange, "float32") for name, exchange in EXCHANGES.items()}
+JUDGED_LOSSES = {"bfloat16 arrays": (lambda *arrays: weighted_loss(*arrays, 1e-3).total, jnp.bfloat16)}
+
 SIZES = (0, 1, 7, 8, 9, 63, 64, 65)  # rows of each expert: none, one, and around the widths of a tile
 
 
@@ -55,7 +59,7 @@ def test_the_register_is_whole():
 # F3
 
 
-def check_loss(loss):
+def check_loss(loss, dtype=jnp.bfloat16):
     """Gradients are those of the logits that the loss was read from, large ones included, over several chunks."""
     rng = np.random.default_rng(0)
     h, head = (jnp.asarray(4 * rng.standard_normal(shape), jnp.bfloat16) for shape in ((300, 16), (16, 700)))
@@ -68,7 +72,9 @@ def check_loss(loss):
     expected = (each * weights).sum() / weights.sum()
     tape.backward(expected)
     arrays = jnp.asarray(targets, jnp.int32), jnp.asarray(weights, jnp.float32)
-    total, slopes = compiled(jax.value_and_grad(lambda h, head: loss(h, head, *arrays), argnums=(0, 1)))(h, head)
+    total, slopes = compiled(jax.value_and_grad(lambda h, head: loss(h, head, *arrays), argnums=(0, 1)))(
+        h.astype(dtype), head.astype(dtype)
+    )
     close(total, expected, "float32", "loss", slack=10)
     all_close(slopes, (one, two), "bfloat16")
 
@@ -89,8 +95,12 @@ def loss_of_rounded_logits(h, head, targets, weights):
     return jnp.sum(weights * (lse - logits[jnp.arange(300), targets] + 1e-3 * lse**2)) / weights.sum()
 
 
-def test_f3_loss_and_gradient_read_the_same_logits():
-    check_loss(lambda *arrays: weighted_loss(*arrays, 1e-3).total)
+@pytest.mark.parametrize("name", JUDGED_LOSSES)
+def test_f3_loss_and_gradient_read_the_same_logits(name):
+    check_loss(*JUDGED_LOSSES[name])
+
+
+def test_f3_sees_a_loss_of_rounded_logits():
     fails(check_loss, loss_of_rounded_logits)
 
 
@@ -121,7 +131,7 @@ def rows_for(chosen, seed=0):
     return to_jax(floats), tuple(map(jnp.asarray, ints)), to_jax(rng.standard_normal((len(valid), 12)))
 
 
-def check_exchange(exchange, chosen):
+def check_exchange(exchange, chosen, precision="float32"):
     """Rows and every gradient are the reference's, each expert's relative to its own size; nothing is dropped."""
     floats, (every, valid), cotangent = rows_for(chosen)
     traced = jax.tree.map(tape.Traced, wide(floats))
@@ -133,9 +143,9 @@ def check_exchange(exchange, chosen):
     tape.backward(expected, wide(cotangent))
     y, drops, slopes = run_of(exchange)(*floats, every, valid, cotangent)
     assert drops == 0
-    close(y, expected, "float32", "rows")
+    close(y, expected, precision, "rows")
     for found, wanted in zip(jax.tree.leaves(slopes), jax.tree.leaves(traced)):
-        close(found, wanted.gradient, "float32", "gradient", lead=found.ndim - 2)
+        close(found, wanted.gradient, precision, "gradient", lead=found.ndim - 2)
 
 
 RAGGED = np.repeat(np.arange(len(SIZES)), SIZES)[:, None]
@@ -152,9 +162,10 @@ def whole_tiles_only(x, chosen, weights, valid, gate, up, down):
     return y + rest, drops
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", JUDGED_EXCHANGES)
 def test_f4_ragged_and_empty_groups(name):
-    check_exchange(EXCHANGES[name], RAGGED)
+    exchange, precision = JUDGED_EXCHANGES[name]
+    check_exchange(exchange, RAGGED, precision)
 
 
 def test_f4_sees_a_gradient_of_whole_tiles():
@@ -179,9 +190,9 @@ def leaves_rows_unwritten(x, chosen, weights, valid, gate, up, down):
     return jnp.where(valid[:, None], y, jnp.nan), drops
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", JUDGED_EXCHANGES)
 def test_f5_every_row_is_written(name):
-    check_written(EXCHANGES[name])
+    check_written(JUDGED_EXCHANGES[name][0])
 
 
 def test_f5_sees_an_unwritten_row():
@@ -203,9 +214,10 @@ def buckets_without_a_sentinel(x, chosen, weights, valid, gate, up, down):
     return out[slot] * weights * valid[:, None], jnp.int32(0)
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", JUDGED_EXCHANGES)
 def test_f12_a_crowded_expert_harms_no_neighbour(name):
-    check_exchange(EXCHANGES[name], CROWDED)
+    exchange, precision = JUDGED_EXCHANGES[name]
+    check_exchange(exchange, CROWDED, precision)
 
 
 def test_f12_sees_a_bucket_that_spills():
