@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lane: an exported model under the real transformers library on CPU. Own environment, nothing shared with the tests.
+# Lane: an exported model under the real transformers library on CPU, and our dense families against its Llama and Qwen3. Own environment.
 # budget: 9 min
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -13,4 +13,4 @@ fi
 timeout 480 "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "${packages[@]}" --editable ".[dev]"
 
 export HF_HUB_OFFLINE=1 JAX_PLATFORMS=cpu HF_HOME="$PWD/$environment/cache"
-timeout 120 "$environment/bin/python" -m pytest -p no:cacheprovider -m lane tests/lanes/test_transformers.py
+timeout 180 "$environment/bin/python" -m pytest -p no:cacheprovider -m lane tests/lanes/test_transformers.py tests/lanes/test_llama.py

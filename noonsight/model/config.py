@@ -59,7 +59,7 @@ class ModelConfig:
     tie_embeddings: bool
     compute_dtype: Literal["float32", "bfloat16"]  # of activations
     matmul_dtype: Literal["float32", "bfloat16"]  # what matrix products round their inputs to; sums are float32
-    remat: Literal["none", "block"]  # block: keep only each layer's input for the backward pass
+    remat: Literal["none", "block", "offload"]  # kept of a layer for its gradient: all; its input; that, by the host
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -105,7 +105,7 @@ def _check_sizes(config: ModelConfig) -> None:
         config.compute_dtype == "float32" or config.matmul_dtype == "bfloat16",
         "matmul_dtype is 'float32' but activations are bfloat16, and widening them gains nothing; use 'bfloat16'",
     )
-    _choice("remat", config.remat, ("none", "block"))
+    _choice("remat", config.remat, ("none", "block", "offload"))
 
 
 def _check_attention(config: ModelConfig) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from noonsight.model import attention
@@ -199,9 +200,29 @@ def _states(
         x, _, statistics = block(x, layer, kind, reach, angles, segments >= 0, config)
         return x, statistics
 
-    step = jax.checkpoint(one_layer) if config.remat == "block" else one_layer
+    step = _rematerialised(one_layer, config.remat)
     x, statistics = jax.lax.scan(step, embed(params, tokens, config), (params.layers, kinds(config)))
     return gated_norm(x, params.final_norm, params.final_gate, config), statistics
+
+
+def _rematerialised(one_layer: Callable[[Array, Any], Any], remat: str) -> Callable[[Array, Any], Any]:
+    """`one_layer` that keeps for its backward pass everything ("none"), its input ("block"), or its input in pinned
+    host memory ("offload"); what is not kept is computed again.
+
+    The name stands on the layer's input: on the output it would do nothing, for a scan keeps the carry it was given
+    (jax, #23869).
+    """
+    if remat == "none":
+        return one_layer
+    if remat == "block":
+        return jax.checkpoint(one_layer)
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["carry"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(lambda x, scanned: one_layer(checkpoint_name(x, "carry"), scanned), policy=policy)
 
 
 def _rows(h: Float[Array, "B S D"]) -> Float[Array, "T D"]:

@@ -1,22 +1,31 @@
-"""The hero family in float64 NumPy, written from the equations with loops: no code shared with the model, slow on
-purpose.
+"""The hero family in float64 NumPy, written from the equations: no code shared with the model, slow on purpose.
+
+Arrays may be plain, complex, or traced by `tape`, so outputs and gradients come from these same equations. What a
+config switches off is None in the weights. `w` holds one layer's arrays, `segments` is [B, S] and -1 on padding.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from tests.model.tape import concatenate, einsum, exp, log, value
+
 
 def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
+    return 1 / (1 + exp(-x))
 
 
 def silu(x):
     return x * sigmoid(x)
 
 
+def swiglu(x, gate, up, down):
+    return (silu(x @ gate) * (x @ up)) @ down
+
+
 def rms(x, gain, eps):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain
+    y = x * ((x**2).sum(-1, keepdims=True) / x.shape[-1] + eps) ** -0.5
+    return y if gain is None else y * gain
 
 
 def gated_norm(x, gain, gate, eps):
@@ -25,103 +34,128 @@ def gated_norm(x, gain, gate, eps):
 
 
 def sconv(x, taps, segments):
-    out = np.zeros_like(x)
-    for b, t in np.ndindex(x.shape[:2]):
-        for lag in range(len(taps)):
-            if t - lag >= 0 and segments[b, t - lag] == segments[b, t]:
-                out[b, t] += taps[lag] * x[b, t - lag]
+    if taps is None:
+        return x
+    out, at = 0.0, np.arange(x.shape[1])
+    for lag in range(taps.shape[0]):
+        past = np.maximum(at - lag, 0)
+        same = (at >= lag) & (segments[:, past] == segments)
+        out = out + taps[lag] * x[:, past] * same[..., None]
     return out
 
 
-def rope(vector, position, config):
-    out, rotated = vector.copy(), int(config.head_width * config.rope_fraction)
-    for p in range(rotated // 2):
-        angle = position * config.rope_theta ** (-p / (rotated // 2))
-        even, odd = vector[2 * p], vector[2 * p + 1]
-        out[2 * p] = even * np.cos(angle) - odd * np.sin(angle)
-        out[2 * p + 1] = odd * np.cos(angle) + even * np.sin(angle)
-    return out
+def rope(x, config):
+    """x[B, S, n, H]: adjacent channels turn together."""
+    rotated, (batch, length, number, _) = int(config.head_width * config.rope_fraction), x.shape
+    if rotated == 0:
+        return x
+    angles = np.outer(np.arange(length), config.rope_theta ** (-np.arange(rotated // 2) / (rotated // 2)))
+    cos, sin = np.cos(angles)[None, :, None], np.sin(angles)[None, :, None]
+    even, odd = x[..., 0:rotated:2], x[..., 1:rotated:2]
+    turned = concatenate([(even * cos - odd * sin)[..., None], (odd * cos + even * sin)[..., None]], 4)
+    return concatenate([turned.reshape(batch, length, number, rotated), x[..., rotated:]], 3)
 
 
-def heads(x, number, config):
-    return x.reshape(*x.shape[:2], number, config.head_width)
+def visible(segments, window):
+    """Whether query t (axis 1) sees key s (axis 2)."""
+    at = np.arange(segments.shape[1])
+    near = (at[None] <= at[:, None]) & (at[:, None] - at[None] < window)
+    return near & (segments[:, :, None] == segments[:, None, :])
 
 
 def attention(a, w, is_global, segments, config):
-    """One layer's attention, before its output convolution. `w` has this layer's arrays."""
+    """One layer's attention, before its output convolution."""
+    batch, length = a.shape[:2]
     width, n, stored = config.head_width, config.num_heads, config.num_kv_heads_local
-    q, k, v = (
-        heads(a @ w.wq, n, config),
-        heads(sconv(a @ w.wk, w.sconv_k, segments), stored, config),
-        heads(a @ w.wv, stored, config),
-    )
-    if is_global:
-        kept, repeats = config.num_kv_heads_global, stored // config.num_kv_heads_global
-        k, v = (np.repeat(x[:, :, :kept], repeats, axis=2) for x in (k, v))
-    q, k = (x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) for x in (q, k))
-    out = np.zeros_like(q)
-    for b, t, head in np.ndindex(*q.shape[:3]):
-        kv = head // (n // stored)
-        window = config.sequence_length if is_global else config.window
-        keys = [s for s in range(t + 1) if segments[b, s] == segments[b, t] and t - s < window]
-        turn = (lambda x, position: x) if is_global else (lambda x, position: rope(x, position, config))
-        query = config.qk_mult * turn(q[b, t, head], t)
-        scores = np.array([query @ turn(k[b, s, kv], s) for s in keys]) / np.sqrt(width)
-        p = np.exp(scores - scores.max())
-        y = (p / p.sum()) @ v[b, keys, kv]
-        own = v[b, t, kv]
-        out[b, t, head] = y - own * (y @ own) / (own @ own + 1e-6)
-    out *= 2 * sigmoid(a @ w.head_gate)[..., None]
-    return out.reshape(*a.shape[:2], -1) @ w.wo
+    q = (a @ w.wq).reshape(batch, length, n, width)
+    k = sconv(a @ w.wk, w.sconv_k, segments).reshape(batch, length, stored, width)
+    v = (a @ w.wv).reshape(batch, length, stored, width)
+    if is_global:  # the first heads, each repeated in a row
+        kept = np.repeat(np.arange(config.num_kv_heads_global), stored // config.num_kv_heads_global)
+        k, v = k[:, :, kept], v[:, :, kept]
+    if config.qk_norm != "off":
+        q, k = rms(q, w.q_norm, 1e-6), rms(k, w.k_norm, 1e-6)
+    if not is_global or config.rope_on_global:
+        q, k = rope(q, config), rope(k, config)
+    own = np.arange(n) // (n // stored)  # kv head of each query head
+    k, v = k[:, :, own], v[:, :, own]
+    scores = einsum("btnh,bsnh->bnts", q * config.qk_mult, k) / width**0.5
+    window = (config.global_window or length) if is_global else config.window
+    seen = visible(segments, window)[:, None]
+    p = exp(scores - np.where(seen, value(scores).real, -np.inf).max(-1, keepdims=True)) * seen
+    y = einsum("bnts,bsnh->btnh", p / p.sum(-1, keepdims=True), v)
+    if config.exclusive_attention:
+        y = y - v * ((y * v).sum(-1, keepdims=True) / ((v**2).sum(-1, keepdims=True) + 1e-6))
+    if w.head_gate is not None:
+        y = y * (2 * sigmoid(a @ w.head_gate))[..., None]
+    return y.reshape(batch, length, n * width) @ w.wo
 
 
 def moe(m, w, bias, valid, config):
-    """Routed and shared experts for rows [T, D], the routed ones for valid rows only; also the margins score -
-    threshold.
+    """Routed and shared experts for rows [T, D], the routed ones for valid rows only; also the margins
+    score - threshold, and how much clearer the last chosen score is than the first left out.
     """
-    chosen_number = config.num_experts_per_token
     scores = m @ w.router
-    biased = scores + bias
-    out, margins = np.zeros_like(m), np.zeros_like(scores)
-    for t in range(len(m)):
-        order = np.argsort(-biased[t])
-        chosen = order[:chosen_number]
-        margins[t] = scores[t] - biased[t, order[chosen_number]]
-        weights = sigmoid(scores[t, chosen])
-        weights = config.router_combine_sum * weights / (weights.sum() + 1e-9)
-        u = rms(m[t] @ w.latent_down, w.latent_norm, config.norm_eps)
-        routed = sum(
-            weight * ((silu(u @ w.expert_gate[e]) * (u @ w.expert_up[e])) @ w.expert_down[e])
-            for weight, e in zip(weights, chosen)
-        )
-        out[t] = valid[t] * (routed @ w.latent_up)
-        for j in range(config.num_shared_experts):
-            out[t] += (silu(m[t] @ w.shared_gate[j]) * (m[t] @ w.shared_up[j])) @ w.shared_down[j]
-    return out, margins
+    biased, rows = value(scores).real + bias, np.arange(m.shape[0])[:, None]
+    order = np.argsort(-biased, axis=-1)
+    chosen, threshold = order[:, : config.num_experts_per_token], order[:, config.num_experts_per_token, None]
+    weights = sigmoid(scores[rows, chosen])
+    weights = config.router_combine_sum * weights / (weights.sum(-1, keepdims=True) + 1e-9)
+    u = m if w.latent_down is None else rms(m @ w.latent_down, w.latent_norm, config.norm_eps)
+    routed = 0.0
+    for e in range(config.num_experts):
+        share = (weights * (chosen == e)).sum(-1, keepdims=True) * valid[:, None]
+        routed = routed + share * swiglu(u, w.expert_gate[e], w.expert_up[e], w.expert_down[e])
+    out = routed if w.latent_up is None else routed @ w.latent_up
+    for j in range(config.num_shared_experts):
+        out = out + swiglu(m, w.shared_gate[j], w.shared_up[j], w.shared_down[j])
+    clearance = (biased[rows, chosen].min(-1, keepdims=True) - biased[rows, threshold])[:, 0]
+    return out, value(scores) - biased[rows, threshold], clearance
 
 
 def block(x, w, bias, is_global, segments, config):
+    """One layer; margins and clearances are those of its router, None in a dense model."""
     a = gated_norm(x, w.attn_norm, w.attn_gate, config.norm_eps)
     x = x + sconv(attention(a, w, is_global, segments, config), w.sconv_attn, segments)
     m = gated_norm(x, w.moe_norm, w.moe_gate, config.norm_eps)
-    y, margins = moe(m.reshape(-1, m.shape[-1]), w, bias, segments.reshape(-1) >= 0, config)
-    return x + sconv(y.reshape(m.shape), w.sconv_moe, segments), margins
+    if config.num_experts:
+        rows = m.reshape(-1, m.shape[-1])
+        y, margins, clearance = moe(rows, w, bias, segments.reshape(-1) >= 0, config)
+        y = y.reshape(*m.shape)
+    else:
+        y, margins, clearance = swiglu(m, w.mlp_gate, w.mlp_up, w.mlp_down), None, None
+    return x + sconv(y, w.sconv_moe, segments), margins, clearance
 
 
-def forward(params, layers, pending, tokens, segments, config):
-    """Logits. `layers` is the list of each layer's arrays; the first is local, the last global when there are two."""
-    x = gated_norm(params.embed[tokens], params.embed_norm, params.embed_gate, config.norm_eps)
+def forward(params, pending, tokens, segments, config):
+    """Logits [B, S, V], and the margins of each layer's router."""
+    x = params.embed[tokens]
+    if params.embed_norm is not None:
+        x = gated_norm(x, params.embed_norm, params.embed_gate, config.norm_eps)
     margins = []
-    for i, w in enumerate(layers):
-        bias = -pending[i] - (-pending[i]).mean()
-        x, found = block(x, w, bias, i == len(layers) - 1 or (i + 1) % config.global_every == 0, segments, config)
+    for i in range(config.num_layers):
+        every = config.global_every
+        is_global = every is not None and ((i + 1) % every == 0 or i == config.num_layers - 1)
+        bias = None if pending is None else -pending[i] - (-pending[i]).mean()
+        x, found, _ = block(x, layer_of(params.layers, i), bias, is_global, segments, config)
         margins.append(found)
-    return gated_norm(x, params.final_norm, params.final_gate, config.norm_eps) @ params.head, margins
+    h = gated_norm(x, params.final_norm, params.final_gate, config.norm_eps)
+    return (einsum("btd,vd->btv", h, params.embed) if params.head is None else h @ params.head), margins
+
+
+def layer_of(layers, i):
+    """The arrays of layer i."""
+    picked = {
+        name: leaf if leaf is None else layer_of(leaf, i) if hasattr(leaf, "down") else leaf[i]
+        for name, leaf in vars(layers).items()
+    }
+    return type(layers)(**picked)
 
 
 def loss(logits, tokens, weights, z_weight):
-    top = logits.max(-1, keepdims=True)
-    lse = (top + np.log(np.exp(logits - top).sum(-1, keepdims=True)))[..., 0]
-    targets = np.roll(tokens, -1, axis=1)
-    ce = lse - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    return (weights * (ce + z_weight * lse**2)).sum() / weights.sum()
+    """sum_t w_t (ce_t + z lse_t^2) / sum_t w_t."""
+    top = value(logits).real.max(-1, keepdims=True)
+    lse = log(exp(logits - top).sum(-1)) + top[..., 0]
+    batch, length = tokens.shape
+    at = logits[np.arange(batch)[:, None], np.arange(length), np.roll(tokens, -1, axis=1)]
+    return ((lse - at + z_weight * lse**2) * weights).sum() / weights.sum()

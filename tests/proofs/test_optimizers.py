@@ -122,7 +122,13 @@ def test_steps_fill_the_time_and_no_more():
 
 def test_an_arm_trains_the_steps_it_said_and_looks_at_them(root):
     sizes = {"vocab_size": 300, "width": 16, "num_layers": 1, "sequence_length": 32, "num_heads": 2, "dense_width": 16}
-    heads = {"num_kv_heads_local": 2, "num_kv_heads_global": 2, "head_width": 8, "compute_dtype": "float32"}
+    heads = {
+        "num_kv_heads_local": 2,
+        "num_kv_heads_global": 2,
+        "head_width": 8,
+        "compute_dtype": "float32",
+        "matmul_dtype": "float32",
+    }
     shape = replace(delphi(512), **sizes, **heads)
     planned = Arm(kind="adamw", seed=1, seconds=0.1, adam_lr=0.01)
     plan = {"arm": asdict(planned), "setting": {"model": asdict(shape), "batch_size": 4}, "root": str(root)}

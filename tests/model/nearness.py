@@ -1,0 +1,47 @@
+"""When two results are the same.
+
+float32: the largest error is within 1e-5 of the largest entry. bfloat16, whose rounding is random: the root mean
+square of the errors is within 2e-2 of that of the entries. Arrays of experts are compared expert by expert, so that a
+small expert's error cannot hide behind a large one.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from tests.model.tape import value
+
+BOUNDS = {
+    "float32": (1e-5, lambda x, axes: np.abs(x).max(axes)),
+    "bfloat16": (2e-2, lambda x, axes: np.sqrt((x**2).mean(axes))),
+}
+
+
+def wide(tree):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+
+
+def precision_of(config):
+    """The entry of BOUNDS: bfloat16 as soon as anything is."""
+    return "bfloat16" if "bfloat16" in vars(config).values() else "float32"
+
+
+def close(found, expected, dtype, name="", lead=0, slack=1):
+    """Compare arrays, along the first `lead` axes one by one."""
+    found, expected = np.asarray(found, np.float64), np.asarray(value(expected))
+    axes = tuple(range(lead, expected.ndim))
+    bound, size = BOUNDS[dtype]
+    error, scale = size(found - expected, axes), size(expected, axes)
+    assert (error <= slack * bound * scale).all(), f"{name}: error {(error / np.maximum(scale, 1e-30)).max():.1e}"
+
+
+def all_close(found, expected, dtype, slack=1):
+    """Compare trees leaf by leaf; `expected` has the gradients of traced arrays."""
+    paths = jax.tree.leaves_with_path(found)
+    traced = jax.tree.leaves(expected)
+    assert len(paths) == len(traced)
+    for (path, leaf), other in zip(paths, traced):
+        name = jax.tree_util.keystr(path)
+        lead = leaf.ndim - 2 if "expert" in name or "shared" in name else 0
+        close(leaf, other.gradient, dtype, name, lead, slack)
