@@ -6,6 +6,6 @@ float32, which is what `ModelConfig.matmul_dtype == "bfloat16"` says, so the cho
 """
 
 from noonsight.model.native.build import description, is_available
-from noonsight.model.native.calls import attend, cross_entropy, experts, product
+from noonsight.model.native.calls import attend, cross_entropy, experts, newton_schulz, product
 
-__all__ = ["attend", "cross_entropy", "description", "experts", "is_available", "product"]
+__all__ = ["attend", "cross_entropy", "description", "experts", "is_available", "newton_schulz", "product"]

@@ -23,7 +23,7 @@ FLAGS = (
 )
 TARGETS = (
     *("noon_matmul", "noon_experts_forward", "noon_experts_backward"),
-    *("noon_attention_forward", "noon_attention_backward", "noon_cross_entropy"),
+    *("noon_attention_forward", "noon_attention_backward", "noon_cross_entropy", "noon_newton_schulz"),
 )
 UNITS = ("none", "avx512-bf16", "amx-bf16")
 BUILD_TIMEOUT_S = 120

@@ -87,3 +87,8 @@ def cross_entropy(
     )
     call = jax.ffi.ffi_call("noon_cross_entropy", results)
     return call(h, head, targets, weights, z_loss_weight=np.float32(z_loss_weight))
+
+
+def newton_schulz(matrices: Float[Array, "n i j"], triples: Float[Array, "t 3"]) -> Float[Array, "n i j"]:
+    """`train.muon.newton_schulz` of a stack, products of bfloat16. No derivative."""
+    return jax.ffi.ffi_call("noon_newton_schulz", jax.ShapeDtypeStruct(matrices.shape, jnp.float32))(matrices, triples)
