@@ -37,7 +37,7 @@ SECONDS, SWEEP_SECONDS = 300.0, 150.0
 VOCABULARY = 4096
 BATCH_SIZE = 32  # rows of 256 tokens: 8,192 tokens a step, because Newton-Schulz costs the same for any batch
 BETA2 = 0.98  # of both: what the miniature declares; the transfer rule would clamp it at this batch size
-NEWTON_SCHULZ = "float32"  # as in the miniature
+NEWTON_SCHULZ = "bfloat16"  # as in the hero; the C++ kernel where the processor has a unit for it
 ADAMW_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # swept with the first decay; continued while the best one is at an end
 ADAMW_DECAYS = (0.1, 0.0, 0.3)  # the others are swept at the best rate
 ADAMW_EPSILON, ADAMW_WARMUP = 1e-8, 0.05
@@ -79,7 +79,7 @@ def model() -> ModelConfig:
     Rather wide than deep: the largest logit that the hero's fixed norms allow grows as the root of the width.
     """
     heads = {"num_heads": 8, "head_width": 32, "num_kv_heads_local": 2, "num_kv_heads_global": 1}
-    return replace(miniature(256, 3, VOCABULARY), **heads)
+    return replace(miniature(256, 3, VOCABULARY), **heads, matmul_dtype="bfloat16")
 
 
 def main() -> int:

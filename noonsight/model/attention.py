@@ -80,7 +80,7 @@ def _place(
     config: ModelConfig,
 ) -> Float[Array, "B S n H"]:
     if config.qk_norm != "off":
-        x = rms_norm(x, gain, QK_EPS)
+        x = rms_norm(x, gain, QK_EPS if config.qk_norm == "free" else config.norm_eps)  # gains: as Qwen3
     return jnp.where(rotated, rotate(x, angles), x) if config.rotated_width else x
 
 

@@ -28,7 +28,7 @@ CASES = {
             marin_8b(), tie_embeddings=True, head_width=128, num_heads=2, num_kv_heads_local=1, num_kv_heads_global=1
         ),
     ),
-    "marin 32b": ("Qwen3", dense_config(marin_32b(), norm_eps=1e-6)),  # 1e-6 is the epsilon of our QK norm
+    "marin 32b": ("Qwen3", dense_config(marin_32b())),
     "delphi": ("Qwen3", dense_config(delphi(512), num_kv_heads_local=4, num_kv_heads_global=4)),
 }
 # Our leaf of a layer -> their name and how its matrix is turned.

@@ -74,7 +74,8 @@ def attention(a, w, is_global, segments, config):
         kept = np.repeat(np.arange(config.num_kv_heads_global), stored // config.num_kv_heads_global)
         k, v = k[:, :, kept], v[:, :, kept]
     if config.qk_norm != "off":
-        q, k = rms(q, w.q_norm, 1e-6), rms(k, w.k_norm, 1e-6)
+        eps = 1e-6 if config.qk_norm == "free" else config.norm_eps  # gains: as Qwen3
+        q, k = rms(q, w.q_norm, eps), rms(k, w.k_norm, eps)
     if not is_global or config.rope_on_global:
         q, k = rope(q, config), rope(k, config)
     own = np.arange(n) // (n // stored)  # kv head of each query head

@@ -6,7 +6,7 @@ sampling of the loss uncounted; the share falls with the width. The optimiser is
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,14 @@ DENSE = replace(MOE, num_experts=0, num_experts_per_token=0, num_shared_experts=
 def unrolled(monkeypatch):
     scan = jax.lax.scan
     monkeypatch.setattr(jax.lax, "scan", lambda *args, **kwargs: scan(*args, **{**kwargs, "unroll": True}))
+    loop = jax.lax.fori_loop
+
+    def flat(low, high, body, x):
+        if not isinstance(high, int):
+            return loop(low, high, body, x)
+        return reduce(lambda x, i: body(jnp.int32(i), x), range(low, high), x)
+
+    monkeypatch.setattr(jax.lax, "fori_loop", flat)
 
 
 def _params(config):
@@ -86,8 +94,9 @@ def test_forward_and_backward(unrolled, remat):
     assert 1.0 < counted / (flops.model + flops.recompute + passes * _idle(config)) < 1.08
 
 
-@pytest.mark.parametrize(("kind", "low", "high"), [("muonh", 0.99, 1.01), ("adamw", 0.9, 1.0)])
+@pytest.mark.parametrize(("kind", "low", "high"), [("muonh", 0.99, 1.01), ("adamw", 0.8, 1.0)])
 def test_optimiser(unrolled, kind, low, high):
+    """The compiler counts no root and joins constants: up to 3 of AdamW's 16 elementwise operations."""
     params = _params(MOE)
     config = optimizer_config(kind=kind, newton_schulz="float32")
     optimizer = make_optimizer(config, params, num_steps=10)

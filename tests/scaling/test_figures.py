@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from noonsight.model.families import hero
@@ -38,7 +39,7 @@ def test_decay_of_gates_and_router_where_the_hero_switched_it_on():
     weight = {"router": jnp.full((1, 2, 3), 4.0)}
     table = {"router": Rule(group="adam", decays=True)}
     optimizer = make_optimizer(TRAINING, weight, num_steps=STEPS, table=table)
-    state = optimizer.init(weight) | {"count": jnp.int32(58_014)}
+    state = optax.tree.set(optimizer.init(weight), count=jnp.int32(58_014))
     updates, _ = optimizer.update({"router": jnp.zeros((1, 2, 3))}, state, weight, step=58_014)
     rate = float(optimizer.rates(58_014)["adam"])
     np.testing.assert_allclose(-updates["router"] / (rate * weight["router"]), 0.0170268, rtol=1e-5)

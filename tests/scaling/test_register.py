@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
+from scipy.special import logsumexp
 from scipy.stats import norm
 
 from noonsight.logbook.record import Prediction, Run, Verdict, encode
@@ -28,7 +29,7 @@ def test_crps_and_log_score_equal_numerical_integration(components, y):
     above = quad(lambda x: (1 - cdf(x)) ** 2, y, 12, limit=200)[0]
     assert register.crps(components, y) == pytest.approx(below + above, abs=1e-6)
     assert register.log_score(components, y) == pytest.approx(
-        math.log(sum(w * norm.pdf(y, m, s) for w, m, s in components))
+        logsumexp([math.log(w) + norm.logpdf(y, m, s) for w, m, s in components])
     )
 
 
