@@ -22,8 +22,9 @@ from typing import Any
 from benchmarks.ceiling import Product, products
 from benchmarks.contestants import HOUSE, MODULES, Contestant, Shape
 from noonsight.model.count import count
+from noonsight.plan import child
 
-ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # the same for all; each of them gains from it
+ALLOCATOR = {"GLIBC_TUNABLES": ":".join(child.ALLOCATOR)}  # the same for all; each of them gains from it
 MARGIN_MIB = 2048
 LEARNED = 0.05  # nats that the loss must have fallen: less is no training
 PARAMETERS_WITHIN = 0.002  # gains and biases are counted differently by everyone; nothing else is

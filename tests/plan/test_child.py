@@ -7,26 +7,25 @@ import pytest
 from noonsight.logbook import read
 from noonsight.logbook.record import Placement
 from noonsight.plan import child
-from noonsight.plan.child import environment, with_huge_pages
+from noonsight.plan.child import ALLOCATOR, environment, with_kept_memory
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("", "glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.check=1", "glibc.malloc.check=1:glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
-        ("glibc.malloc.hugetlb=2:glibc.malloc.check=1", "glibc.malloc.hugetlb=2:glibc.malloc.check=1"),
+        ("", ":".join(ALLOCATOR)),
+        ("glibc.malloc.check=1", ":".join(("glibc.malloc.check=1", *ALLOCATOR))),
+        ("glibc.malloc.hugetlb=0", ":".join(("glibc.malloc.hugetlb=0", *ALLOCATOR[1:]))),
     ],
 )
-def test_huge_pages_are_asked_for_unless_the_user_settled_it(given, expected):
-    assert with_huge_pages(given) == expected
+def test_memory_is_kept_unless_the_user_settled_it(given, expected):
+    assert with_kept_memory(given) == expected
 
 
 def test_only_glibc_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
     monkeypatch.setattr(child.os, "confstr", lambda name: "glibc 2.36")
-    assert environment(tmp_path, Placement())["GLIBC_TUNABLES"].endswith(":glibc.malloc.hugetlb=1")
+    assert environment(tmp_path, Placement())["GLIBC_TUNABLES"].endswith(":".join(ALLOCATOR))
     for other in (lambda name: "", lambda name: None, lambda name: _unknown()):
         monkeypatch.setattr(child.os, "confstr", other)
         assert environment(tmp_path, Placement())["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
@@ -35,7 +34,7 @@ def test_only_glibc_is_told(monkeypatch, tmp_path):
 def test_the_placement_has_the_last_word(tmp_path):
     told = Placement(num_devices=3, environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})
     found = environment(tmp_path, told)
-    assert found["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
+    assert found["GLIBC_TUNABLES"].startswith("glibc.malloc.hugetlb=0:glibc.malloc.mmap_max")
     assert "device_count=3" in found["XLA_FLAGS"]
     assert found["JAX_COMPILATION_CACHE_DIR"].startswith(str(tmp_path))
 

@@ -26,11 +26,6 @@ COMPARISON = {
     "seconds": 300.0,
     "sweep": [],
     "pairs": [],
-    "doubled_scale": {
-        "seed": 1,
-        "muonh": {"bits_per_byte": 2.0, "num_steps": 9, "seconds": 3.0},
-        "adamw": {"bits_per_byte": 2.1, "num_steps": 9, "seconds": 3.0},
-    },
     "summary": {
         "muonh_lower": 3,
         "num_seeds": 3,
