@@ -133,6 +133,7 @@ def plain_moe(shape: Shape) -> ModelConfig:
         latent_width=0,
         num_shared_experts=1,
         shared_width=d,
+        remat="none",  # as the peers
         **_numerics("f32"),
     )
 
@@ -182,6 +183,7 @@ def hero_moe(shape: Shape) -> ModelConfig:
             latent_width=half,
             expert_width=expert_width,
             shared_width=shared_width,
+            remat="none",
             **_numerics("f32"),
         )
 
@@ -201,6 +203,7 @@ def _ours(shape: Shape) -> list[Contestant]:
     made = []
     for name, config, numerics, optimizer, says in (
         (REFERENCE, plain_moe(shape), "bf16", "adamw", "ours, the peers' architecture"),
+        ("ours-moe-bf16-remat", replace(plain_moe(shape), remat="block"), "bf16", "adamw", "ours, blocks recomputed"),
         ("ours-moe-f32", plain_moe(shape), "f32", "adamw", "ours, the peers' architecture"),
         ("ours-moe-bf16-muonh", plain_moe(shape), "bf16", "muonh", "ours, MuonH instead of AdamW"),
         ("ours-hero-bf16", hero_moe(shape), "bf16", "adamw", "ours, all of the hero's components"),

@@ -45,7 +45,7 @@ def main() -> int:
     figures["acceptance"] = {each.__name__: measure(each.__name__) for each in acceptance.MEASUREMENTS}
     figures["speed"] = json.loads(SPEED.read_text()) if SPEED.is_file() else None
     seeds = optimizers.SEEDS[: given.seeds]
-    figures["optimizers"] = optimizers.compare(given.root.resolve(), given.seconds, given.seconds / 2, seeds)
+    figures["optimizers"] = optimizers.compare(given.root.resolve(), given.seconds, given.seconds / 5, seeds)
     figures["summary"] = summary(figures)
     figures["minutes"] = round((time.monotonic() - started) / 60, 1)
     text = json.dumps(figures, indent=1) + "\n"

@@ -21,6 +21,7 @@ from noonsight.logbook import read
 from noonsight.logbook.claim import Claim
 from noonsight.logbook.record import Artifact, Placement, encode
 from noonsight.logbook.write import Writer, write_atomic
+from noonsight.model import native
 from noonsight.train import checkpoint
 from noonsight.train.config import PretrainConfig
 from noonsight.train.groups import HERO_TABLE, Rule, describe
@@ -76,7 +77,7 @@ def pretrain(
         if first < config.num_steps:
             journal.beat(first, "compile")
             with stop.may_interrupt():
-                train_step = _compile(make_train_step(program, optimizer), state, batch(first), writer)
+                train_step = _compile(make_train_step(program, optimizer), state, batch(first), writer, config)
             journal.restart_clock()
             state = run_loop(
                 state,
@@ -160,14 +161,19 @@ def write_table(out: Path, name: str, table: dict[str, Any]) -> None:
     write_atomic(out / "tables" / f"{name}.json", encode(table))
 
 
-def _compile(step: Callable[..., Any], state: State, data: Any, writer: Writer) -> Callable[..., Any]:
-    """The run's one executable, and an event that says whether it had to be made."""
+def _compile(
+    step: Callable[..., Any], state: State, data: Any, writer: Writer, config: PretrainConfig
+) -> Callable[..., Any]:
+    """The run's one executable, and an event that says whether it had to be made and what multiplies its matrices."""
     start = time.perf_counter()
     with counted_compilations() as seen:
         compiled = compile_step(step, state, data)
     seconds, found = round(time.perf_counter() - start, 3), seen["found"] > 0
-    text = f"The train step was {'found in the cache' if found else 'compiled'} in {seconds:.1f} s."
-    writer.event("compiled", text, step=int(state.step), data={"seconds": seconds, "from_cache": found})
+    rounds = "bfloat16" in (config.model.matmul_dtype, config.optimizer.newton_schulz)
+    kernels = native.description() if rounds else "xla"
+    text = f"The train step was {'found in the cache' if found else 'compiled'} in {seconds:.1f} s, products by {kernels}."
+    data = {"seconds": seconds, "from_cache": found, "kernels": kernels}
+    writer.event("compiled", text, step=int(state.step), data=data)
     return compiled
 
 
