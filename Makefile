@@ -23,7 +23,7 @@ prove-miniature: $(STAMP)  ## five seeds of the whole voyage and everything issu
 	@$(BIN)/python -m proofs.miniature
 
 prove-model: $(STAMP)  ## everything issue 3 wants of model and optimiser; writes proofs/model.json (over an hour, goes on when killed)
-	@$(BIN)/python -m proofs.model
+	@$(BIN)/python -m proofs.optimizers && $(BIN)/python -m proofs.model
 
 bench-envs:  ## environments of the peers, in .venv-bench (minutes, some GB)
 	@$(PYTHON) -m venv .venv-bench/torch && .venv-bench/torch/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "transformers>=5,<6"

@@ -3,7 +3,7 @@
 Each matrix product of the forward pass is measured three times, as the forward product and as the two of its backward
 pass (towards the rows, towards the matrix). The ceiling is what a step would reach that did nothing else:
 
-    ceiling = sum_i flops_i / sum_i (flops_i / rate_i)          rate_i of the fastest way this machine has for product i
+    ceiling = sum_i flops_i / sum_i (flops_i / rate_i)          rate_i of the faster of XLA and our kernels for product i
 
 The FLOPs are those of `noonsight.model.count`, so a share of the ceiling is (tokens/s x FLOPs per token) / ceiling.
 """

@@ -19,6 +19,7 @@ DEMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], float, float]] = {
     "mixture / dense of equal FLOPs (1 / 1.25)": (("ours-moe-bf16",), ("ours-dense-bf16",), 0.8, 0.8),
 }  # fmt: skip
 CEILING_DEMAND = 0.45
+WORDS = {True: "yes", False: "**no**", None: "not measured"}
 SPECIAL = (
     "-noamx",
     "-avx512",
@@ -94,6 +95,7 @@ def _demands(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for name, (ours, theirs, least, goal) in DEMANDS.items():
         mine, other = _best(rows, ours), _best(rows, theirs)
         if mine is None or other is None:
+            held[name] = {"value": None, "least": least, "goal": goal, "holds": None, "of": [mine, other]}
             continue
         value = rows[mine]["ratio"] / rows[other]["ratio"]
         held[name] = {"value": value, "least": least, "goal": goal, "holds": value >= least, "of": [mine, other]}
@@ -166,8 +168,8 @@ def _shape_lines(shape: dict[str, Any]) -> list[str]:
         )
     lines += ["", "| what must hold | measured | at least | goal | holds | compared |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {name} | {demand['value']:.2f} | {demand['least']} | {demand['goal']} | {'yes' if demand['holds'] else '**no**'} "
-        f"| {', '.join(demand['of'])} |"
+        f"| {name} | {'' if demand['value'] is None else format(demand['value'], '.2f')} | {demand['least']} | {demand['goal']} "
+        f"| {WORDS[demand['holds']]} | {', '.join(filter(None, demand['of']))} |"
         for name, demand in shape["demands"].items()
     ]
     return lines

@@ -13,6 +13,7 @@ are files in `voyages/optimizers/arms`, keyed by everything they depend on.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -24,8 +25,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from noonsight.model import native
 from noonsight.model.config import ModelConfig
 from noonsight.model.families import miniature
+from proofs.miniature import commit, machine, now
 
 if TYPE_CHECKING:
     from noonsight.train.config import OptimizerConfig
@@ -86,15 +89,14 @@ def main() -> int:
     parser.add_argument("--sweep-seconds", type=float, help="of each arm of AdamW's sweep (a fifth of --seconds)")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many of the announced seeds")
     parser.add_argument("--root", type=Path, default=ROOT)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=HOUSE / "proofs" / "optimizers.json")
     parser.add_argument("--arm", nargs=2, type=Path, help=argparse.SUPPRESS)  # the process of one arm: PLAN RESULT
     given = parser.parse_args()
     if given.arm:
         return run_arm(*given.arm)
     found = compare(given.root.resolve(), given.seconds, given.sweep_seconds or given.seconds / 5, SEEDS[: given.seeds])
     say(table(found))
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    given.out.write_text(json.dumps({"commit": commit(), "at": now(), "machine": machine(), **found}, indent=1) + "\n")
     return 0
 
 
@@ -110,7 +112,7 @@ def compare(root: Path, seconds: float, sweep_seconds: float, seeds: tuple[int, 
     rates = {"adam_lr": best["adam_lr"], "weight_decay": best["weight_decay"]}
 
     def pair(seed: int) -> dict[str, Any]:
-        both = (("muonh", {}), ("adamw", rates))
+        both = [("muonh", {}), ("adamw", rates)][:: 1 if seed % 2 else -1]  # they take turns in going first
         return {"seed": seed} | {
             kind: arm(root, Arm(kind=kind, seed=seed, seconds=seconds, **own)) for kind, own in both
         }
@@ -135,6 +137,8 @@ def summary(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     """Bits per byte of MuonH minus those of AdamW: mean over seeds and standard deviation; how often it is lower."""
 
     def spread(differences: list[float]) -> dict[str, float]:
+        if not differences:
+            return {}
         deviation = statistics.stdev(differences) if len(differences) > 1 else 0.0
         return {"mean": round(statistics.fmean(differences), 4), "standard_deviation": round(deviation, 4)}
 
@@ -144,15 +148,16 @@ def summary(pairs: list[dict[str, Any]]) -> dict[str, Any]:
         "muonh_lower": sum(difference < 0 for difference in differences),
         "num_seeds": len(pairs),
         "difference": spread(differences),
-        "difference_at_equal_steps": spread([each["muonh"] - each["adamw"] for each in at_steps]),
+        "difference_at_equal_steps": spread([each["muonh"] - each["adamw"] for each in at_steps if each]),
     }
 
 
 def at_equal_steps(pair: dict[str, Any]) -> dict[str, float]:
-    """Sampled bits per byte of both after the last step at which both were looked at (the schedules are not over)."""
+    """Sampled bits per byte of both after the last common look in the first half of both schedules, {} without one."""
     one, two = (dict(map(tuple, pair[kind]["curve"])) for kind in ("muonh", "adamw"))
-    step = max(one.keys() & two.keys())
-    return {"step": step, "muonh": one[step], "adamw": two[step]}
+    half = min(pair[kind]["num_steps"] for kind in ("muonh", "adamw")) // 2
+    step = max((step for step in one.keys() & two.keys() if step <= half), default=None)
+    return {} if step is None else {"step": step, "muonh": one[step], "adamw": two[step]}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -165,7 +170,7 @@ def table(found: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "| seed | MuonH bits per byte (steps, seconds) | AdamW bits per byte (steps, seconds) | difference | at equal steps: MuonH, AdamW |",
+        "| seed | MuonH bits per byte (steps, seconds) | AdamW bits per byte (steps, seconds) | difference | at equal steps, mid-schedule: MuonH, AdamW |",
         "|---|---|---|---|---|",
     ]
     for pair in found["pairs"]:
@@ -173,7 +178,7 @@ def table(found: dict[str, Any]) -> str:
         equal = at_equal_steps(pair)
         lines.append(
             f"| {pair['seed']} | {_cell(one)} | {_cell(two)} | {one['bits_per_byte'] - two['bits_per_byte']:+.4f} "
-            f"| {equal['muonh']:.4f}, {equal['adamw']:.4f} (step {equal['step']}) |"
+            + (f"| {equal['muonh']:.4f}, {equal['adamw']:.4f} (step {equal['step']}) |" if equal else "| |")
         )
     total = found["summary"]
     lines.append(
@@ -215,6 +220,8 @@ def setting() -> dict[str, Any]:
         "beta2": BETA2,
         "newton_schulz": NEWTON_SCHULZ,
         "adamw": {"epsilon": ADAMW_EPSILON, "warmup_fraction": ADAMW_WARMUP},
+        "code": _code_hash(),
+        "kernels": native.description(),
     }
 
 
@@ -270,6 +277,15 @@ def run_arm(plan_file: Path, result: Path) -> int:
     }
     write_atomic(result, (json.dumps(found, indent=1) + "\n").encode())
     return 0
+
+
+def _code_hash() -> str:
+    """Of every source that an arm's numbers could depend on."""
+    digest = hashlib.sha256()
+    for path in sorted((HOUSE / "noonsight").rglob("*")):
+        if path.suffix in (".py", ".cc", ".h") and path.relative_to(HOUSE).parts[1] in ("model", "train", "tokens", "evals"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def steps_in(seconds: float, step_s: float) -> int:

@@ -116,7 +116,7 @@ def attend(
 ) -> Float[Array, "B S N H"]:
     """softmax(q k) v over the keys [lower(t), t] of each query. Query head n uses kv head n // (N / K). Any S.
 
-    Products round their inputs to `dtype`; softmax and sums are float32.
+    Products round their inputs to `dtype` (through XLA the result and its slopes as well); softmax and sums are float32.
     """
     if dtype == "bfloat16" and q.dtype == jnp.float32:
         if native.is_available():

@@ -88,7 +88,7 @@ def prefill(
     def one_layer(x, scanned):
         layer, kind, old = scanned
         window = jnp.where(kind.is_global, config.global_window or old.key.shape[1], config.window)
-        x, sites, _ = block(x, layer, kind, _reach(old, positions, window), angles, valid, config)
+        x, sites, _ = block(x, layer, kind, _reach(old, positions, window, config.matmul_dtype), angles, valid, config)
         return x, _advance(old, sites, cache.lengths, lengths)
 
     x, layers = jax.lax.scan(one_layer, embed(ready, tokens, config), (ready.layers, kinds(config), cache.layers))
@@ -104,7 +104,7 @@ def decode_step(
     return prefill(params, extra, cache, tokens[:, None], jnp.ones_like(tokens), config)
 
 
-def _reach(old: LayerCache, positions: Int[Array, "B S"], window: Int[Array, ""]) -> Reach:
+def _reach(old: LayerCache, positions: Int[Array, "B S"], window: Int[Array, ""], dtype: str) -> Reach:
     """Convolutions that begin with the remembered inputs, attention over the cache with the new keys written in."""
     taps_of = {"k": old.k_taps, "attn": old.attn_taps, "moe": old.moe_taps}
 
@@ -117,12 +117,15 @@ def _reach(old: LayerCache, positions: Int[Array, "B S"], window: Int[Array, ""]
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         keys, values = _write(old.key, k, positions[:, 0]), _write(old.value, v, positions[:, 0])
+        kept = q.dtype
+        q, keys, values = (each.astype(dtype) for each in (q, keys, values))  # rounded as in training
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
         scores = jnp.einsum("bqkgh,bpkh->bkgqp", grouped, keys, preferred_element_type=jnp.float32)
         slots = jnp.arange(keys.shape[1])
         visible = (slots <= positions[..., None]) & (slots > positions[..., None] - window)
-        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, HIDDEN), axis=-1).astype(q.dtype)
-        return jnp.einsum("bkgqp,bpkh->bqkgh", weights, values).reshape(q.shape)
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, HIDDEN), axis=-1).astype(dtype)
+        found = jnp.einsum("bkgqp,bpkh->bqkgh", weights, values, preferred_element_type=jnp.float32)
+        return found.reshape(q.shape).astype(kept)
 
     return Reach(convolve, attend)
 

@@ -24,6 +24,7 @@ import noonsight
 from noonsight.logbook import record
 from noonsight.plan.stage import Function
 
+COMPILED = (".cc", ".h")  # sources beside a package that the package builds into a library
 EXPERIMENT_MODULE = "noonsight_experiment_file"  # the name under which an experiment file is loaded
 
 
@@ -90,7 +91,11 @@ def source_closure(function: Function, experiment_file: Path) -> dict[str, str]:
             continue
         seen.add(module)
         text = path.read_text(encoding="utf-8")
-        code[_label(module, path, experiment_file)] = xxhash.xxh3_128_hexdigest(text.encode())
+        label = _label(module, path, experiment_file)
+        code[label] = xxhash.xxh3_128_hexdigest(text.encode())
+        if path.name == "__init__.py":  # a package that builds a library from the sources beside it
+            for source in sorted(each for each in path.parent.iterdir() if each.suffix in COMPILED):
+                code[f"{label.removesuffix('__init__.py')}{source.name}"] = xxhash.xxh3_128_hexdigest(source.read_bytes())
         waiting.extend(_imports(text, _package(module, path)))
     return code
 

@@ -29,11 +29,16 @@ def precision_of(config):
 
 def close(found, expected, dtype, name="", lead=0, slack=1):
     """Compare arrays, along the first `lead` axes one by one."""
+    error = relative_error(found, expected, dtype, lead)
+    assert error <= slack * BOUNDS[dtype][0], f"{name}: error {error:.1e}"
+
+
+def relative_error(found, expected, dtype, lead=0):
+    """The size of the difference over the size of what was expected, the largest along the first `lead` axes."""
     found, expected = np.asarray(found, np.float64), np.asarray(value(expected))
-    axes = tuple(range(lead, expected.ndim))
-    bound, size = BOUNDS[dtype]
+    axes, size = tuple(range(lead, expected.ndim)), BOUNDS[dtype][1]
     error, scale = size(found - expected, axes), size(expected, axes)
-    assert (error <= slack * bound * scale).all(), f"{name}: error {(error / np.maximum(scale, 1e-30)).max():.1e}"
+    return float(np.max(error / np.maximum(scale, 1e-30), initial=0.0))
 
 
 def all_close(found, expected, dtype, slack=1):

@@ -210,3 +210,40 @@ def test_both_ways_train_alike():
         return np.array(done.stdout.split(), float)
 
     np.testing.assert_allclose(run("auto"), run("xla"), rtol=2e-2)
+
+
+@needs_kernels
+def test_what_is_not_finite_stays_so():
+    """One NaN key reaches every query that sees it, and no other; a NaN in the head reaches the loss."""
+    q, k, v = normal(1, 12, 2, 8), normal(1, 12, 1, 8), normal(1, 12, 1, 8, scale=2)
+    lower = jnp.zeros((1, 12), jnp.int32)
+    y = np.asarray(native.attend(q, k.at[0, 5, 0, 0].set(jnp.nan), v, lower))
+    assert np.isfinite(y[:, :5]).all() and np.isnan(y[:, 5:]).all()
+    head = normal(8, 40).at[:, 3].set(jnp.nan)
+    ce, lse, *_ = native.cross_entropy(normal(5, 8), head, jnp.zeros(5, jnp.int32), jnp.ones(5), 0.0)
+    assert np.isnan(ce).all() and np.isnan(lse).all()
+
+
+@needs_kernels
+def test_a_target_outside_the_vocabulary_is_an_error_and_no_memory_is_touched():
+    for target in (40, -1):
+        with pytest.raises(Exception, match=f"target {target} at token 2 is outside the vocabulary of 40"):
+            targets = jnp.array([0, 1, target], jnp.int32)
+            jax.block_until_ready(native.cross_entropy(normal(3, 8), normal(8, 40), targets, jnp.ones(3), 0.0))
+
+
+@needs_kernels
+def test_no_tokens_and_mapped_calls():
+    _, _, dh, d_head = native.cross_entropy(jnp.zeros((0, 8)), normal(8, 40), jnp.zeros(0, jnp.int32), jnp.zeros(0), 0.0)
+    assert dh.shape == (0, 8) and (d_head == 0).all()
+    a, b = normal(3, 5, 4), normal(3, 4, 6)
+    mapped = jax.vmap(native.product)(a, b)
+    np.testing.assert_array_equal(mapped, jnp.stack([native.product(x, y) for x, y in zip(a, b)]))
+
+
+@needs_kernels
+def test_a_damaged_library_is_built_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = build._built()
+    library.write_bytes(b"not a library")
+    assert build._opened(library).noon_unit() > 0

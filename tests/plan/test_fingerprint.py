@@ -84,7 +84,16 @@ def test_the_closure_follows_imports_through_files_and_into_functions(tmp_path):
 
         return fingerprint.source_closure(load_experiment_module(path).used, path)
 
+    native = tmp_path / "native"
+    native.mkdir()
+    (native / "__init__.py").write_text("")
+    (native / "kernel.cc").write_text("int one = 1;")
+    path.write_text(path.read_text().replace("    import lazy\n", "    import lazy, native\n"))
     first = closure()
+    assert "native/kernel.cc" in first
+    (native / "kernel.cc").write_text("int one = 2;")
+    assert {name for name, digest in closure().items() if digest != first[name]} == {"native/kernel.cc"}
+    (native / "kernel.cc").write_text("int one = 1;")
     assert first.keys() >= {"file.py", "lazy.py", "deep.py", "noonsight/logbook/record.py"}
     assert "unused.py" not in first
     assert not any(name.startswith(("msgspec", "jax", "noonsight/plan")) for name in first)

@@ -15,17 +15,24 @@ GOOD = {
     "histogram": {"cases": 24, "bins_off": 0.97},
     "parity": {
         "exit_code": 0,
-        "bounds": {"1e-05": {"comparisons": 9, "error": 6e-7}, "0.02": {"comparisons": 5, "error": 0.01}},
+        "precisions": {
+            "float32": {"comparisons": 9, "error": 6e-7},
+            "bfloat16": {"comparisons": 5, "error": 0.01},
+            "bfloat16, whole model": {"comparisons": 3, "error": 0.03},
+        },
     },
-    "exchange": {"sorted": {"float32": 6e-7, "bfloat16": 0.012}},
+    "exchange": {"sorted": {"float32": 6e-7, "bfloat16": 0.012, "bfloat16 products": 0.008}},
     "segments": {"others": 0.0, "itself": 1.4},
     "pending": {"error": 1e-8, "error_without_bias": 5e-4},
     "bits": {"steps": 30, "hashes": ["a", "a"], "same_losses": True},
 }
+ARM = {"bits_per_byte": 1.9, "seconds": 300.0, "num_steps": 9, "curve": []}
 COMPARISON = {
+    "commit": "abc",
+    "at": "today",
     "seconds": 300.0,
     "sweep": [],
-    "pairs": [],
+    "pairs": [{"seed": 1, "muonh": ARM, "adamw": ARM}],
     "summary": {
         "muonh_lower": 3,
         "num_seeds": 3,
@@ -36,7 +43,10 @@ COMPARISON = {
 SPEED = {
     "commit": "abc",
     "at": "today",
-    "shapes": {"d256": {"demands": {"ours / theirs": {"value": 1.6, "least": 1.5, "goal": 2.0, "holds": False}}}},
+    "shapes": {
+        name: {"demands": {"ours / theirs": {"value": 1.6, "least": 1.5, "goal": 2.0, "holds": False}}}
+        for name in ("d256", "d512")
+    },
 }
 BAD = [  # where, the figure that must not hold
     (("counts",), [{"value": 6, "published": 5, "error": 0.2}, {"value": 2.0, "published": 2.0, "error": 0.0}]),
@@ -46,7 +56,9 @@ BAD = [  # where, the figure that must not hold
     (("balance", "last"), 1.06),
     (("histogram", "bins_off"), 1.2),
     (("parity", "exit_code"), 1),
-    (("parity", "bounds", "1e-05", "error"), 2e-5),
+    (("parity", "precisions", "float32", "error"), 2e-5),
+    (("parity", "precisions", "bfloat16", "error"), 3e-2),
+    (("exchange", "sorted", "bfloat16 products"), 0.03),
     (("exchange", "sorted", "bfloat16"), 0.03),
     (("segments", "others"), 1e-9),
     (("segments", "itself"), 0.0),
@@ -86,10 +98,24 @@ def test_a_comparison_that_was_lost_is_told():
     assert broken(summary(figures(optimizers=lost))) == ["seeds in which MuonH is below AdamW after 300 s"]
 
 
+@pytest.mark.parametrize(
+    ("arm", "demand"),
+    [
+        ({"seconds": 320.0}, "MuonH's seconds over AdamW's, largest of the seeds"),
+        ({"bits_per_byte": optimizers.DIVERGED}, "runs that diverged"),
+    ],
+)
+def test_an_unfair_or_diverged_comparison_is_told(arm, demand):
+    unfair = {**COMPARISON, "pairs": [{"seed": 1, "muonh": {**ARM, **arm}, "adamw": ARM}]}
+    assert broken(summary(figures(optimizers=unfair))) == [demand]
+
+
 def test_what_was_not_measured_holds_nothing():
     assert line("x", None, ">=", 1.0)["holds"] is None
-    lines = summary(figures(speed=None))
-    assert broken(lines) == ["training speed against its peers (`make bench-train-step`)"]
+    assert len(broken(summary(figures(speed=None)))) == len(model.SHAPES)
+    one = {**SPEED, "shapes": {"d256": SPEED["shapes"]["d256"]}}
+    assert broken(summary(figures(speed=one))) == ["d512: training speed against its peers (`make bench-train-step`)"]
+    assert len(broken(summary(figures(optimizers=None)))) == 1
 
 
 def test_every_measurement_is_judged():

@@ -55,8 +55,8 @@ def test_seeds_take_turns_and_adamw_has_the_best_of_its_sweep(arms, tmp_path):
     assert [name.split("-lr")[0] for name in arms[0][-4:]] == [
         "muonh-seed1-30s",
         "adamw-seed1-30s",
-        "muonh-seed2-30s",
         "adamw-seed2-30s",
+        "muonh-seed2-30s",
     ]
     assert all(pair["adamw"]["arm"]["weight_decay"] == 0.3 for pair in found["pairs"])
     assert found["summary"]["muonh_lower"] == 2

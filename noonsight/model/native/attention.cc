@@ -62,7 +62,7 @@ inline float soften(float* row, long count, float& top, float& total) {
     const __mmask16 mask = lanes(count - j);
     const __m512 x = load16(row + j, mask);
     // a hidden key weighs nothing even in a block where every key is hidden
-    const __mmask16 seen = _mm512_mask_cmp_ps_mask(mask, x, _mm512_set1_ps(0.5f * kHidden), _CMP_GT_OQ);
+    const __mmask16 seen = _mm512_mask_cmp_ps_mask(mask, x, _mm512_set1_ps(0.5f * kHidden), _CMP_NLE_UQ);
     const __m512 e = _mm512_maskz_mov_ps(seen, exp16(_mm512_sub_ps(x, shift)));
     sum = _mm512_add_ps(sum, e);
     store16(row + j, mask, e);
@@ -125,7 +125,7 @@ inline void score_slopes(float* scores, float* d_weights, long count, float lse,
   for (long j = 0; j < count; j += 16) {
     const __mmask16 mask = lanes(count - j);
     const __m512 x = load16(scores + j, mask);
-    const __mmask16 seen = _mm512_mask_cmp_ps_mask(mask, x, _mm512_set1_ps(0.5f * kHidden), _CMP_GT_OQ);
+    const __mmask16 seen = _mm512_mask_cmp_ps_mask(mask, x, _mm512_set1_ps(0.5f * kHidden), _CMP_NLE_UQ);
     const __m512 p = _mm512_maskz_mov_ps(seen, exp16(_mm512_sub_ps(x, shift)));
     store16(scores + j, mask, p);
     store16(d_weights + j, mask, _mm512_mul_ps(p, _mm512_sub_ps(load16(d_weights + j, mask), d)));

@@ -63,8 +63,8 @@ def _load() -> _Loaded:
     if reason := _obstacle():
         return _Loaded("none", reason)
     try:
-        library = ctypes.cdll.LoadLibrary(str(_built()))
-    except (OSError, subprocess.SubprocessError) as error:
+        library = _opened(_built())
+    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
         text = (getattr(error, "stderr", None) or str(error)).strip()
         reason = f"building the kernels failed: {text.splitlines()[0] if text else type(error).__name__}"
         warnings.warn(f"{reason}; going on with XLA, which is slower in bfloat16", stacklevel=2)
@@ -87,8 +87,27 @@ def _obstacle() -> str:
     return "" if shutil.which("g++") else "no C++ compiler (g++) is installed"
 
 
+def _opened(path: Path) -> ctypes.CDLL:
+    """The library with all its targets; a damaged one is built once more."""
+    try:
+        return _with_targets(path)
+    except (OSError, AttributeError):
+        path.unlink(missing_ok=True)
+        return _with_targets(_built())
+
+
+def _with_targets(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for target in TARGETS:
+        getattr(library, target)
+    return library
+
+
 def _built() -> Path:
-    """The library, built unless an equal one is in the cache. Written aside and renamed: builders do not collide."""
+    """The library, built unless an equal one is in the cache. Written aside and renamed: builders do not collide.
+
+    Raises OSError when the cached one belongs to somebody else: code of another user is not run.
+    """
     here = Path(__file__).parent
     sources = sorted(here.glob("*.cc"))
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
@@ -98,10 +117,12 @@ def _built() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "noonsight"
     library = cache / f"kernels-{digest.hexdigest()[:16]}.so"
     if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=cache) as aside:
             made = Path(aside) / library.name
             command = ["g++", *FLAGS, "-isystem", jax.ffi.include_dir(), *map(str, sources), "-o", str(made)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_TIMEOUT_S)
             os.replace(made, library)
+    if library.stat().st_uid != os.geteuid():
+        raise OSError(f"{library} belongs to another user; remove it or set XDG_CACHE_HOME")
     return library

@@ -1,6 +1,13 @@
-"""The kernels as JAX functions. Only `build.is_available()` says whether they may be called."""
+"""The kernels as JAX functions. Only `build.is_available()` says whether they may be called.
+
+Under `vmap` they run one after the other. Inside `shard_map` they need `check_vma=False`, because XLA does not know how
+their results vary; a program that XLA itself splits over devices gathers their operands, which is right and slow.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +20,7 @@ def product(
 ) -> Float[Array, "m n"]:
     """a @ b in float32 from inputs rounded to bfloat16, either matrix transposed on the way. No derivative."""
     shape = (a.shape[1 if a_transposed else 0], b.shape[0 if b_transposed else 1])
-    call = jax.ffi.ffi_call("noon_matmul", jax.ShapeDtypeStruct(shape, jnp.float32))
+    call = _call("noon_matmul", jax.ShapeDtypeStruct(shape, jnp.float32))
     return call(a, b, a_transposed=a_transposed, b_transposed=b_transposed)
 
 
@@ -33,7 +40,7 @@ def experts(
 
 def _experts_forward(x, chosen, weights, valid, gate, up, down):
     saved = jax.ShapeDtypeStruct((chosen.size, gate.shape[2]), jnp.bfloat16)
-    call = jax.ffi.ffi_call("noon_experts_forward", (jax.ShapeDtypeStruct(x.shape, jnp.float32), saved, saved))
+    call = _call("noon_experts_forward", (jax.ShapeDtypeStruct(x.shape, jnp.float32), saved, saved))
     inputs = (x, chosen, weights, valid, gate, up, down)
     y, saved_gate, saved_up = call(*inputs)
     return y, (inputs, saved_gate, saved_up)
@@ -43,7 +50,7 @@ def _experts_backward(kept, dy):
     inputs, saved_gate, saved_up = kept
     x, _, weights, _, gate, up, down = inputs
     slopes = tuple(jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in (x, weights, gate, up, down))
-    dx, d_weights, d_gate, d_up, d_down = jax.ffi.ffi_call("noon_experts_backward", slopes)(
+    dx, d_weights, d_gate, d_up, d_down = _call("noon_experts_backward", slopes)(
         *inputs, saved_gate, saved_up, dy
     )
     return dx, None, d_weights, None, d_gate, d_up, d_down
@@ -62,13 +69,13 @@ def attend(
 
 def _attend_forward(q, k, v, lower):
     results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
-    out, log_sum = jax.ffi.ffi_call("noon_attention_forward", results)(q, k, v, lower)
+    out, log_sum = _call("noon_attention_forward", results)(q, k, v, lower)
     return out, (q, k, v, lower, out, log_sum)
 
 
 def _attend_backward(kept, d_out):
     slopes = tuple(jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in kept[:3])
-    return (*jax.ffi.ffi_call("noon_attention_backward", slopes)(*kept, d_out), None)
+    return (*_call("noon_attention_backward", slopes)(*kept, d_out), None)
 
 
 attend.defvjp(_attend_forward, _attend_backward)
@@ -85,10 +92,14 @@ def cross_entropy(
     results = tuple(
         jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (targets.shape, targets.shape, h.shape, head.shape)
     )
-    call = jax.ffi.ffi_call("noon_cross_entropy", results)
+    call = _call("noon_cross_entropy", results)
     return call(h, head, targets, weights, z_loss_weight=np.float32(z_loss_weight))
 
 
 def newton_schulz(matrices: Float[Array, "n i j"], triples: Float[Array, "t 3"]) -> Float[Array, "n i j"]:
     """`train.muon.newton_schulz` of a stack, products of bfloat16. No derivative."""
-    return jax.ffi.ffi_call("noon_newton_schulz", jax.ShapeDtypeStruct(matrices.shape, jnp.float32))(matrices, triples)
+    return _call("noon_newton_schulz", jax.ShapeDtypeStruct(matrices.shape, jnp.float32))(matrices, triples)
+
+
+def _call(name: str, results: Any) -> Callable[..., Any]:
+    return jax.ffi.ffi_call(name, results, vmap_method="sequential")

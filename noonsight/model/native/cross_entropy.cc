@@ -4,6 +4,7 @@
 // Tokens go by chunks. In a chunk each task takes a block of rows: logits, log-sum-exp, slope of the logits (bf16, the
 // only thing kept), dh. Then d_head gains the chunk's product, each task a range of the vocabulary.
 #include <cmath>
+#include <string>
 
 #include "gemm.h"
 #include "pool.h"
@@ -52,13 +53,14 @@ void cross_entropy(ffi::ThreadPool& pool, const float* h, const float* head, con
   const Unit unit = best_unit();
   const long depth = round_up(s.width, kDepth), wide = round_up(s.vocabulary, kPanel), ld_wide = leading(s.vocabulary);
   static thread_local Scratch<bf16> shared;
-  bf16* columns = shared.get(2 * depth * wide + kChunk * ld_wide + round_up(s.width, 32) * leading(kChunk));
-  bf16 *rows_of_head = columns + depth * wide, *slopes = rows_of_head + depth * wide, *h_turned = slopes + kChunk * ld_wide;
+  bf16* columns = shared.get(2 * depth * wide + (kChunk + 32) * ld_wide + round_up(s.width, 32) * leading(kChunk));
+  bf16 *rows_of_head = columns + depth * wide, *slopes = rows_of_head + depth * wide, *h_turned = slopes + (kChunk + 32) * ld_wide;  // a last tile reads on
   const auto head_row = [&](long i) { return head + i * s.vocabulary; };
   constexpr long kGrain = 8;
   const long panels = wide / kPanel, groups = (panels + kGrain - 1) / kGrain;
   parallel_for(pool, groups, [&](long g) { pack_b(head_row, s.width, s.vocabulary, columns, g * kGrain, std::min(panels, (g + 1) * kGrain)); });
   parallel_for(pool, depth / kPanel, [&](long p) { pack_b_transposed(head_row, s.vocabulary, s.width, rows_of_head, p, p + 1, wide, 0); });
+  if (s.tokens == 0) std::fill(d_head, d_head + s.width * s.vocabulary, 0.0f);
   for (long begin = 0; begin < s.tokens; begin += kChunk) {
     const long tokens = std::min(kChunk, s.tokens - begin), deep = round_up(tokens, kDepth);
     const auto h_row = [&](long i) { return h + (begin + i) * s.width; };
@@ -98,6 +100,10 @@ using I32 = ffi::Buffer<ffi::S32>;
 ffi::Error cross_entropy_handler(ffi::ThreadPool pool, F32 h, F32 head, I32 targets, F32 weights, float z, ffi::Result<F32> ce,
                                  ffi::Result<F32> lse, ffi::Result<F32> dh, ffi::Result<F32> d_head) {
   const auto a = h.dimensions(), b = head.dimensions();
+  for (long t = 0; t < a[0]; ++t)
+    if (const int target = targets.typed_data()[t]; target < 0 || target >= b[1])
+      return ffi::Error::InvalidArgument("cross-entropy: target " + std::to_string(target) + " at token " + std::to_string(t) +
+                                         " is outside the vocabulary of " + std::to_string(b[1]));
   cross_entropy(pool, h.typed_data(), head.typed_data(), targets.typed_data(), weights.typed_data(), z, ce->typed_data(),
                 lse->typed_data(), dh->typed_data(), d_head->typed_data(), {a[0], a[1], b[1]});
   return ffi::Error::Success();

@@ -47,23 +47,19 @@ inline constexpr Kernel kAvx512ByRows[13] = {
     nullptr, multiply_avx512<1>, multiply_avx512<2>, multiply_avx512<3>, multiply_avx512<4>, multiply_avx512<5>, multiply_avx512<6>,
     multiply_avx512<7>, multiply_avx512<8>, multiply_avx512<9>, multiply_avx512<10>, multiply_avx512<11>, multiply_avx512<12>};
 
-// Eight tiles of 16 rows x 64 bytes; every thread configures itself once.
+// Eight tiles of 16 rows x 64 bytes. Set before every product: other libraries on XLA's threads set their own.
 inline void configure_tiles() {
-  thread_local bool ready = false;
-  if (ready) return;
   alignas(64) uint8_t config[64] = {1};
   for (int tile = 0; tile < 8; ++tile) {
     config[16 + 2 * tile] = 64;
     config[48 + tile] = 16;
   }
   _tile_loadconfig(config);
-  ready = true;
 }
 
-// 32 x 32 of C. Rows of A beyond the matrix are readable (packed A is allocated in whole blocks) and not stored.
+// 32 x 32 of C. Up to 31 rows of A beyond the matrix are read and not stored: whoever packs A leaves room for them.
 inline void multiply_amx(const bf16* a, long ld, const bf16* b, long depth, float* c, long ldc, long m, long n, bool add) {
   alignas(64) float block[32 * 32];
-  configure_tiles();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -92,6 +88,7 @@ inline void multiply_amx(const bf16* a, long ld, const bf16* b, long depth, floa
 
 // c[m, n] (+)= packed a [m, k] times packed b [k, n].
 inline void multiply(Unit unit, const bf16* a, long ld, const bf16* b, long m, long n, long depth, float* c, long ldc, bool add) {
+  if (unit == Unit::kAmx) configure_tiles();
   for (long j = 0; j < n; j += kPanel, b += kPanel * depth) {
     const long columns = std::min(kPanel, n - j);
     if (unit == Unit::kAmx) {

@@ -30,7 +30,7 @@ void matmul(ffi::ThreadPool& pool, const A* a, bool a_transposed, long lda, cons
       pack_b(b_row, k, n, packed_b, first, last);
     }
   });
-  const long rows = rows_per_task(m, pool.num_threads());
+  const long rows = rows_per_task(m, std::max<long>(1, pool.num_threads()));
   parallel_for(pool, (m + rows - 1) / rows, [&](long task) {
     static thread_local Scratch<bf16> a_scratch;
     const long first = task * rows, count = std::min(rows, m - first), ld = leading(k);
@@ -46,6 +46,8 @@ void matmul(ffi::ThreadPool& pool, const A* a, bool a_transposed, long lda, cons
 
 ffi::Error matmul_handler(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::Buffer<ffi::F32>> c,
                           bool a_transposed, bool b_transposed) {
+  for (const auto type : {a.element_type(), b.element_type()})
+    if (type != ffi::F32 && type != ffi::BF16) return ffi::Error::InvalidArgument("noon_matmul takes float32 and bfloat16");
   const auto a_dims = a.dimensions(), b_dims = b.dimensions();
   if (a_dims.size() != 2 || b_dims.size() != 2) return ffi::Error::InvalidArgument("noon_matmul takes two matrices");
   const long m = a_dims[a_transposed ? 1 : 0], k = a_dims[a_transposed ? 0 : 1], n = b_dims[b_transposed ? 0 : 1];

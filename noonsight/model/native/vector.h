@@ -4,9 +4,10 @@
 
 namespace noon {
 
-// exp(x) to 2 ulp: 2^n times a polynomial in the remainder, |r| <= ln(2)/2. Inputs are clamped to the range of floats.
+// exp(x) to 2 ulp: 2^n times a polynomial in the remainder, |r| <= ln(2)/2. Inputs are clamped to the range of floats;
+// min and max give their second operand when one is NaN, so the order here lets NaN through.
 inline __m512 exp16(__m512 x) {
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.33f)), _mm512_set1_ps(88.37f));
+  x = _mm512_min_ps(_mm512_set1_ps(88.37f), _mm512_max_ps(_mm512_set1_ps(-87.33f), x));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860682030941723e-6f), r);
