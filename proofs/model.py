@@ -157,6 +157,12 @@ def _learned(found: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [
         line("seconds of a run, at least", found["seconds"], ">=", optimizers.SECONDS),
         line("MuonH's seconds over AdamW's, largest of the seeds", longer, "<=", 1.03),
+        line(
+            "MuonH minus AdamW at half its swept rate, full length, one seed",
+            found["pairs"][0]["muonh"]["bits_per_byte"] - found["half_rate"]["bits_per_byte"],
+            "<",
+            0.0,
+        ),
         line("runs that diverged", sum(arm["bits_per_byte"] >= optimizers.DIVERGED for arm in arms), "=", 0),
         line(f"seeds in which MuonH is below AdamW after {found['seconds']:g} s", total["muonh_lower"], "=", total["num_seeds"]),
         line("MuonH minus AdamW, bits per byte, mean over seeds", total["difference"]["mean"], "<", 0.0),

@@ -44,8 +44,10 @@ def _findings(root: Path) -> Iterator[Finding]:
     found = f"{root} {'can' if writable else 'cannot'} be written"
     yield writable, found, "Choose another folder with --root, or change its permissions"
     yield _huge_pages()
+    yield _kernels()
     for package in (
         "jax",
+        "optax",
         "numpy",
         "scipy",
         "scikit-learn",
@@ -60,6 +62,18 @@ def _findings(root: Path) -> Iterator[Finding]:
             yield True, f"{package} {importlib.metadata.version(package)}", ""
         except importlib.metadata.PackageNotFoundError:
             yield False, f"{package} is missing", "Install again: pip install noonsight"
+
+
+def _kernels() -> Finding:
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        flags = ""
+    unit = next((name for name in ("amx_bf16", "avx512_bf16") if f" {name}" in flags), None)
+    if unit is None:
+        return True, "bfloat16 products: by XLA, the processor has no unit for them", ""
+    found = f"bfloat16 products: {unit}, {'with' if shutil.which('g++') else 'but without'} g++ for our kernels"
+    return shutil.which("g++") is not None, found, "Install g++: such training is about twice as fast with them"
 
 
 def _huge_pages() -> Finding:

@@ -33,6 +33,7 @@ COMPARISON = {
     "seconds": 300.0,
     "sweep": [],
     "pairs": [{"seed": 1, "muonh": ARM, "adamw": ARM}],
+    "half_rate": {**ARM, "bits_per_byte": 1.95, "arm": {"seed": 1}},
     "summary": {
         "muonh_lower": 3,
         "num_seeds": 3,
@@ -102,12 +103,17 @@ def test_a_comparison_that_was_lost_is_told():
     ("arm", "demand"),
     [
         ({"seconds": 320.0}, "MuonH's seconds over AdamW's, largest of the seeds"),
-        ({"bits_per_byte": optimizers.DIVERGED}, "runs that diverged"),
+        ({"bits_per_byte": 1.96}, "MuonH minus AdamW at half its swept rate, full length, one seed"),
     ],
 )
-def test_an_unfair_or_diverged_comparison_is_told(arm, demand):
+def test_an_unfair_comparison_is_told(arm, demand):
     unfair = {**COMPARISON, "pairs": [{"seed": 1, "muonh": {**ARM, **arm}, "adamw": ARM}]}
     assert broken(summary(figures(optimizers=unfair))) == [demand]
+
+
+def test_a_run_that_diverged_is_told():
+    lost = {**COMPARISON, "pairs": [{"seed": 1, "muonh": ARM, "adamw": {**ARM, "bits_per_byte": optimizers.DIVERGED}}]}
+    assert broken(summary(figures(optimizers=lost))) == ["runs that diverged"]
 
 
 def test_what_was_not_measured_holds_nothing():

@@ -14,7 +14,7 @@ from tests.tokens.voyage import run_tokenizer, sentence, write_corpus
 
 
 def result(planned: Arm, bits_per_byte: float, curve=((5, 3.0), (10, 2.5))):
-    about = {"arm": asdict(planned), "setting": optimizers.setting(), "num_steps": 12, "seconds": 1.5}
+    about = {"arm": asdict(planned), "setting": optimizers.setting(), "num_steps": 24, "seconds": 1.5}
     return {**about, "bits_per_byte": bits_per_byte, "curve": [list(point) for point in curve]}
 
 
@@ -52,7 +52,8 @@ def test_the_sweep_goes_on_while_the_best_rate_is_an_end(arms, tmp_path, rate):
 
 def test_seeds_take_turns_and_adamw_has_the_best_of_its_sweep(arms, tmp_path):
     found = optimizers.compare(tmp_path, 30, 10, (1, 2))
-    assert [name.split("-lr")[0] for name in arms[0][-4:]] == [
+    assert arms[0][-1] == "adamw-seed1-30s-lr0.002-decay0.3" and found["half_rate"]["arm"]["adam_lr"] == 2e-3
+    assert [name.split("-lr")[0] for name in arms[0][-5:-1]] == [
         "muonh-seed1-30s",
         "adamw-seed1-30s",
         "adamw-seed2-30s",
