@@ -118,17 +118,17 @@ def attend(
 
     Products round their inputs to `dtype` (through XLA the result and its slopes as well); softmax and sums are float32.
     """
-    if dtype == "bfloat16" and q.dtype == jnp.float32:
-        if native.is_available():
-            return native.attend(q, k, v, lower)
-        return attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), lower).astype(q.dtype)
-    length = q.shape[1]
+    if native.serves(dtype, q):
+        return native.attend(q, k, v, lower)
+    length, kept = q.shape[1], q.dtype
+    if dtype == "bfloat16":
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
     padding = -length % BLOCK
     if padding:
         q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
         own = jnp.broadcast_to(jnp.arange(length, length + padding, dtype=lower.dtype), (q.shape[0], padding))
         lower = jnp.concatenate([lower, own], axis=1)
-    return _blocked(q, k, v, lower)[:, :length]
+    return _blocked(q, k, v, lower)[:, :length].astype(kept)
 
 
 @jax.custom_vjp

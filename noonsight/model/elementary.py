@@ -54,7 +54,7 @@ def product(
     b_transposed: bool = False,
 ) -> Float[Array, "m n"]:
     """a @ b in float32 from inputs rounded to `dtype`, either matrix transposed on the way. No derivative."""
-    if dtype == "bfloat16" and native.is_available():
+    if native.serves(dtype):
         a, b = (x if x.dtype in (jnp.float32, jnp.bfloat16) else x.astype(jnp.float32) for x in (a, b))
         return native.product(a, b, a_transposed=a_transposed, b_transposed=b_transposed)
     contracted = (0 if a_transposed else 1,), (1 if b_transposed else 0,)

@@ -67,7 +67,7 @@ def token_cross_entropy(
 
 def _loss_forward(h, head, targets, weights, z_loss_weight, dtype):
     scale = _inverse_sum(weights)
-    if dtype == "bfloat16" and h.dtype == jnp.float32 and native.is_available():
+    if native.serves(dtype, h):
         ce, lse, dh, d_head = native.cross_entropy(h, head, targets, weights * scale, z_loss_weight)
         sums = jnp.sum(weights * ce), jnp.sum(weights * lse * lse)
         return _parts(sums[0] * scale, sums[1] * scale, z_loss_weight), (dh, d_head)

@@ -56,7 +56,8 @@ def route(
 ) -> Routing:
     """Choose and weigh experts.
 
-    Scores leave the matrix product in float32: rounded ones change a few choices in a hundred.
+    Scores leave the matrix product in float32, and its inputs are not rounded to `matmul_dtype`: rounding changes a few
+    choices in a hundred.
     """
     scores = jnp.dot(m, router, preferred_element_type=jnp.float32)
     top, index = jax.lax.top_k(jax.lax.stop_gradient(scores + bias), config.num_experts_per_token + 1)

@@ -95,7 +95,9 @@ def source_closure(function: Function, experiment_file: Path) -> dict[str, str]:
         code[label] = xxhash.xxh3_128_hexdigest(text.encode())
         if path.name == "__init__.py":  # a package that builds a library from the sources beside it
             for source in sorted(each for each in path.parent.iterdir() if each.suffix in COMPILED):
-                code[f"{label.removesuffix('__init__.py')}{source.name}"] = xxhash.xxh3_128_hexdigest(source.read_bytes())
+                code[f"{label.removesuffix('__init__.py')}{source.name}"] = xxhash.xxh3_128_hexdigest(
+                    source.read_bytes()
+                )
         waiting.extend(_imports(text, _package(module, path)))
     return code
 

@@ -67,7 +67,7 @@ def newton_schulz(matrices: jax.Array, dtype: str = "bfloat16") -> jax.Array:
 
     Each matrix of the stack is divided by its own Frobenius norm and treated alone; a zero matrix stays zero.
     """
-    if dtype == "bfloat16" and native.is_available():
+    if native.serves(dtype):
         stack = matrices.reshape(-1, *matrices.shape[-2:]).astype(jnp.float32)
         return native.newton_schulz(stack, jnp.array(NEWTON_SCHULZ_TRIPLES, jnp.float32)).reshape(matrices.shape)
     if matrices.ndim == 2:

@@ -171,7 +171,9 @@ def _compile(
     seconds, found = round(time.perf_counter() - start, 3), seen["found"] > 0
     rounds = "bfloat16" in (config.model.matmul_dtype, config.optimizer.newton_schulz)
     kernels = native.description() if rounds else "xla"
-    text = f"The train step was {'found in the cache' if found else 'compiled'} in {seconds:.1f} s, products by {kernels}."
+    text = (
+        f"The train step was {'found in the cache' if found else 'compiled'} in {seconds:.1f} s, products by {kernels}."
+    )
     data = {"seconds": seconds, "from_cache": found, "kernels": kernels}
     writer.event("compiled", text, step=int(state.step), data=data)
     return compiled

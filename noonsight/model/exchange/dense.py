@@ -33,7 +33,7 @@ def sorted_blocks(
     dtype: str = "float32",
 ) -> tuple[Float[Array, "T Z"], Int[Array, ""]]:
     """The contract of the package, dropless, with work in proportion to the assignments. `drops` is 0."""
-    if dtype == "bfloat16" and x.dtype == jnp.float32 and native.is_available():
+    if native.serves(dtype, x):
         return native.experts(x, chosen, weights, valid, gate, up, down), jnp.int32(0)
     num_tokens, per_token = chosen.shape
     plan = _plan(chosen, valid, gate.shape[0])

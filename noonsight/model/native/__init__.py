@@ -5,7 +5,7 @@ through XLA, with the same equations. Arrays come and go in float32; products ro
 float32, which is what `ModelConfig.matmul_dtype == "bfloat16"` says, so the choice changes rounding only.
 """
 
-from noonsight.model.native.build import description, is_available
+from noonsight.model.native.build import description, is_available, serves
 from noonsight.model.native.calls import attend, cross_entropy, experts, newton_schulz, product
 
-__all__ = ["attend", "cross_entropy", "description", "experts", "is_available", "newton_schulz", "product"]
+__all__ = ["attend", "cross_entropy", "description", "experts", "is_available", "newton_schulz", "product", "serves"]

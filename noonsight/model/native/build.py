@@ -50,6 +50,11 @@ def is_available() -> bool:
     return loaded.unit != "none"
 
 
+def serves(dtype: str, *arrays: jax.Array) -> bool:
+    """Whether products that round to `dtype` are computed here, from these arrays if they must be float32."""
+    return dtype == "bfloat16" and all(each.dtype == jax.numpy.float32 for each in arrays) and is_available()
+
+
 def description() -> str:
     """What products are computed with, for records: "native avx512-bf16", or "xla (why)"."""
     if os.environ.get(SETTING) == "xla":

@@ -50,9 +50,7 @@ def _experts_backward(kept, dy):
     inputs, saved_gate, saved_up = kept
     x, _, weights, _, gate, up, down = inputs
     slopes = tuple(jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in (x, weights, gate, up, down))
-    dx, d_weights, d_gate, d_up, d_down = _call("noon_experts_backward", slopes)(
-        *inputs, saved_gate, saved_up, dy
-    )
+    dx, d_weights, d_gate, d_up, d_down = _call("noon_experts_backward", slopes)(*inputs, saved_gate, saved_up, dy)
     return dx, None, d_weights, None, d_gate, d_up, d_down
 
 
