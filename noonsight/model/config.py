@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 MAX_HISTOGRAM_BINS = 1 << 20
-LEAST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104  # normal numbers: below it a device may see 0
+LEAST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104  # normal ones: below the least a device may see 0
 
 # What must be above 0 where it is not None, and what 0 switches off.
 POSITIVE = (
