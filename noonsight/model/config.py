@@ -2,14 +2,31 @@
 
 A config is identity, so no field that changes a result has a default: a family function states every one. There are
 no subclasses; a component is switched off by its size (rank 0, kernel 0, no experts). JAX is not imported here.
+
+`check_fields` holds any config against its own annotations; training configs use it too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import difflib
+import functools
+import types
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 MAX_HISTOGRAM_BINS = 1 << 20
+LEAST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104  # normal ones: below the least a device may see 0
+
+# What must be above 0 where it is not None, and what 0 switches off.
+POSITIVE = (
+    *("vocab_size", "width", "num_layers", "sequence_length", "num_heads", "num_kv_heads_local", "num_kv_heads_global"),
+    *("head_width", "window", "global_window", "global_every", "rope_theta", "qk_mult", "init_scale"),
+)
+NOT_NEGATIVE = (
+    *("gated_norm_rank", "sconv_kernel", "num_experts", "num_experts_per_token", "expert_width", "latent_width"),
+    *("num_shared_experts", "shared_width", "dense_width", "router_combine_sum", "balance_bins", "z_loss_weight"),
+)
+INSTEAD = {"global_window": "None lets global layers see the whole sequence", "global_every": "None: no global layer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +79,8 @@ class ModelConfig:
     remat: Literal["none", "block", "offload"]  # kept of a layer for its gradient: all; its input; that, by the host
 
     def __post_init__(self) -> None:
+        """Refuse what no model can be. Raises ValueError that names field, value and what to do."""
+        check_fields(self)
         _check_sizes(self)
         _check_attention(self)
         _check_experts(self)
@@ -78,7 +97,7 @@ class ModelConfig:
     @property
     def rotated_width(self) -> int:
         """Channels of a head that are rotated; even."""
-        return int(self.head_width * self.rope_fraction)
+        return round(self.head_width * self.rope_fraction)
 
     def is_global(self, layer: int) -> bool:
         """Whether 0-based `layer` sees the whole sequence: every `global_every`-th one, and the last."""
@@ -92,48 +111,93 @@ class ModelConfig:
         return min(window, self.sequence_length)
 
 
+def check_fields(config: Any) -> None:
+    """Hold every field of `config`, a dataclass, against its annotation: int (True is none), bool, float (an int will
+    do, but neither NaN nor what is infinite in float32), str, Literal, another config, and these or None.
+
+    Raises ValueError that names the field, its value and what it may be.
+    """
+    for name, kinds in _kinds_of(type(config)):
+        value = getattr(config, name)
+        if not any(_is_a(value, kind) for kind in kinds):
+            rule = " or ".join(_told(kind, value) for kind in kinds)
+            raise ValueError(f"{type(config).__name__}: {name} is {value!r}; {rule}")
+
+
+@functools.cache
+def _kinds_of(kind: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    hints = get_type_hints(kind)
+    each = ((field.name, hints[field.name]) for field in fields(kind))
+    return tuple((name, get_args(hint) if isinstance(hint, types.UnionType) else (hint,)) for name, hint in each)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    if kind is float:
+        return isinstance(value, int | float) and abs(value) <= LARGEST_FLOAT32  # NaN is not
+    return isinstance(value, kind)
+
+
+def _told(kind: Any, value: Any) -> str:
+    if get_origin(kind) is Literal:
+        near = difflib.get_close_matches(str(value), get_args(kind), n=1)
+        return f"choose one of {', '.join(get_args(kind))}" + (f" (did you mean {near[0]!r}?)" if near else "")
+    words = {
+        int: "it must be an int",
+        float: "it must be a number, finite in float32",
+        bool: "it must be True or False",
+    }
+    return words.get(kind) or ("None" if kind is types.NoneType else f"it must be of type {kind.__name__}")
+
+
 def _check_sizes(config: ModelConfig) -> None:
-    for name in ("vocab_size", "width", "num_layers", "sequence_length", "num_heads", "head_width", "window"):
-        _require(getattr(config, name) > 0, f"{name} is {getattr(config, name)}; it must be positive")
-    _require(config.norm_eps > 0, f"norm_eps is {config.norm_eps}; it must be positive")
-    _require(config.gated_norm_rank >= 0, f"gated_norm_rank is {config.gated_norm_rank}; 0 switches gated norms off")
-    _require(config.sconv_kernel >= 0, f"sconv_kernel is {config.sconv_kernel}; 0 switches short convolutions off")
-    _require(config.z_loss_weight >= 0, f"z_loss_weight is {config.z_loss_weight}; 0 switches it off")
-    _choice("compute_dtype", config.compute_dtype, ("float32", "bfloat16"))
-    _choice("matmul_dtype", config.matmul_dtype, ("float32", "bfloat16"))
+    for name in POSITIVE:
+        value, instead = getattr(config, name), f"; {INSTEAD[name]}" if name in INSTEAD else ""
+        _require(value is None or value > 0, f"{name} is {value}; it must be positive{instead}")
+    for name in NOT_NEGATIVE:
+        value = getattr(config, name)
+        _require(value >= 0, f"{name} is {value}; it must not be negative, 0 switches it off")
+    _require(
+        config.norm_eps >= LEAST_FLOAT32,
+        f"norm_eps is {config.norm_eps}; it must be at least {LEAST_FLOAT32:.2g}, below which float32 may see 0",
+    )
+    _require(
+        config.gated_norm_rank <= config.width,
+        f"gated_norm_rank is {config.gated_norm_rank}, more than the width {config.width}; take a smaller one",
+    )
+    _require(
+        config.sconv_kernel <= config.sequence_length,
+        f"sconv_kernel is {config.sconv_kernel}, more than the sequence_length {config.sequence_length}; take fewer taps",
+    )
     _require(
         config.compute_dtype == "float32" or config.matmul_dtype == "bfloat16",
         "matmul_dtype is 'float32' but activations are bfloat16, and widening them gains nothing; use 'bfloat16'",
     )
-    _choice("remat", config.remat, ("none", "block", "offload"))
 
 
 def _check_attention(config: ModelConfig) -> None:
     heads, local, global_ = config.num_heads, config.num_kv_heads_local, config.num_kv_heads_global
-    _require(local > 0 and heads % local == 0, f"num_heads {heads} is not a multiple of num_kv_heads_local {local}")
+    _require(heads % local == 0, f"num_heads {heads} is not a multiple of num_kv_heads_local {local}")
     _require(
-        global_ > 0 and local % global_ == 0,
+        local % global_ == 0,
         f"num_kv_heads_local {local} is not a multiple of num_kv_heads_global {global_}: "
         "global layers repeat each kept head",
-    )
-    _require(
-        config.global_every is None or config.global_every > 0,
-        f"global_every is {config.global_every}; use None for no global layer",
     )
     _require(
         0 <= config.rope_fraction <= 1, f"rope_fraction is {config.rope_fraction}; it is a part of the head, 0 to 1"
     )
     rotated = config.head_width * config.rope_fraction
     _require(
-        rotated == int(rotated) and int(rotated) % 2 == 0,
-        f"head_width * rope_fraction is {rotated}; rotation needs an even number",
+        abs(rotated - config.rotated_width) <= 1e-9 and config.rotated_width % 2 == 0,
+        f"head_width {config.head_width} * rope_fraction {config.rope_fraction} is {rotated}; "
+        "rotation needs an even number of channels",
     )
-    _choice("qk_norm", config.qk_norm, ("off", "free", "gain"))
 
 
 def _check_experts(config: ModelConfig) -> None:
-    _choice("balance", config.balance, ("histogram", "topk", "none"))
-    _choice("exchange", config.exchange, ("sorted", "einsum"))
     _require(
         config.capacity_factor is None,
         f"capacity_factor is {config.capacity_factor}, but exchange {config.exchange!r} drops nothing; use None",
@@ -153,20 +217,16 @@ def _check_experts(config: ModelConfig) -> None:
         f"num_experts_per_token is {chosen} of {experts} experts; it must be smaller, "
         f"the ({chosen} + 1)-th score sets the threshold",
     )
-    _require(config.expert_width > 0, "expert_width is 0; routed experts need an inner width")
+    _require(config.expert_width > 0, f"expert_width is {config.expert_width}; routed experts need an inner width")
     _require(
         config.num_shared_experts == 0 or config.shared_width > 0,
-        "shared_width is 0; shared experts need an inner width",
+        f"shared_width is {config.shared_width}; {config.num_shared_experts} shared experts need an inner width",
     )
     _require(config.router_combine_sum > 0, f"router_combine_sum is {config.router_combine_sum}; it must be positive")
     _require(
         1 < config.balance_bins <= MAX_HISTOGRAM_BINS,
         f"balance_bins is {config.balance_bins}; use 2 to {MAX_HISTOGRAM_BINS}",
     )
-
-
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, f"{name} is {value!r}; choose one of {', '.join(choices)}")
 
 
 def _require(condition: bool, message: str) -> None:

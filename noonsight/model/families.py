@@ -109,12 +109,9 @@ def miniature(width: int, num_layers: int, vocab_size: int) -> ModelConfig:
     """The hero at the size of a laptop: all its components, heads of width 8, 8 experts of which 2 act, 256 tokens of
     context.
 
-    Raises ValueError when `width` is not a multiple of 8.
+    Raises ValueError when `width` is not a positive multiple of 8.
     """
-    if width % 8:
-        raise ValueError(
-            f"miniature: width {width} is not a multiple of the head width 8; take {width - width % 8 or 8}"
-        )
+    _require_multiple("miniature", width, 8)
     local, global_ = hero_kv_heads(width // 8)
     return replace(
         hero(),
@@ -211,7 +208,10 @@ def moe_v1() -> ModelConfig:
 def delphi(width: int) -> ModelConfig:
     """Delphi, Marin's dense suite (#1337): Qwen3-shaped, full multi-head attention, inner width 4d, depth from
     width.
+
+    Raises ValueError when `width` is not a positive multiple of 128.
     """
+    _require_multiple("delphi", width, 128)
     return replace(
         _llama(width=width, num_layers=delphi_layers(width), num_heads=width // 128, num_kv_heads=width // 128),
         dense_width=4 * width,
@@ -263,19 +263,20 @@ def switch_qk_norm_on(params: Params, config: ModelConfig) -> tuple[Params, Mode
 
 def lengthened(config: ModelConfig, sequence_length: int) -> ModelConfig:
     """The config for a longer context: qk_mult grows by 1 + 0.1 ln(factor), as in the hero's probe at 262 144 tokens
-    (Marin, #8754). Raises ValueError for a shorter one.
+    (Marin, #8754). Local layers keep their window. Without QK norm qk_mult stays: it sharpens normed scores, and those
+    of a Llama have a scale of their own. Raises ValueError for a shorter context.
     """
     if sequence_length < config.sequence_length:
         raise ValueError(
             f"lengthened: {sequence_length} is shorter than the context of {config.sequence_length} tokens"
         )
-    growth = 1 + 0.1 * math.log(sequence_length / config.sequence_length)
+    growth = 1 + 0.1 * math.log(sequence_length / config.sequence_length) if config.qk_norm != "off" else 1.0
     return replace(config, sequence_length=sequence_length, qk_mult=config.qk_mult * growth)
 
 
 def _llama(*, width: int, num_layers: int, num_heads: int, num_kv_heads: int) -> ModelConfig:
-    """A Llama: the hero with every special component switched off; its layers are local ones whose window is the
-    sequence.
+    """A Llama: the hero with every special component switched off. Every layer is global and rotated, so that it sees
+    the whole sequence, however long; `window` means nothing here.
     """
     return replace(
         hero(),
@@ -285,9 +286,11 @@ def _llama(*, width: int, num_layers: int, num_heads: int, num_kv_heads: int) ->
         num_kv_heads_local=num_kv_heads,
         num_kv_heads_global=num_kv_heads,
         window=4096,
-        global_every=None,
+        global_window=None,
+        global_every=1,
         rope_theta=500_000.0,
         rope_fraction=1.0,
+        rope_on_global=True,
         qk_norm="off",
         qk_mult=1.0,
         exclusive_attention=False,
@@ -304,6 +307,15 @@ def _llama(*, width: int, num_layers: int, num_heads: int, num_kv_heads: int) ->
         balance="none",
         z_loss_weight=0.0,
     )
+
+
+def _require_multiple(family: str, width: int, head_width: int) -> None:
+    if width <= 0 or width % head_width:
+        lower, upper = width // head_width * head_width, (width // head_width + 1) * head_width
+        near = f"{lower} or {upper}" if lower > 0 else f"{head_width} or more"
+        raise ValueError(
+            f"{family}: width {width} is not a positive multiple of the head width {head_width}; take {near}"
+        )
 
 
 def _ladder_family(width: int) -> Family:

@@ -191,8 +191,10 @@ def pretrain(
 ) -> Stage:
     """One run of the hero recipe: rates by the transfer rule (`beta2` is declared), MuonH, a supervisor above the worker.
 
-    With `prediction` the run cannot start before that forecast is frozen. Raises ValueError when a rate sits on its clamp.
+    With `prediction` the run cannot start before that forecast is frozen. Raises ValueError when a rate sits on its clamp,
+    or when rung and model differ in size.
     """
+    _require_same_size(rung, model)
     batch_tokens = rung.batch_size * rung.sequence_length
     rates = transfer.declare(transfer.hero_rates(rung.num_steps * batch_tokens, rung.width, batch_tokens), beta2=beta2)
     transfer.require_unclamped(rates, rung.name)
@@ -239,8 +241,9 @@ def forecast(
 ) -> Stage:
     """The frozen forecast of the target's bits per byte, from finished rungs. `model` is the target's.
 
-    Raises ValueError when the ladder has too few rungs or steps, or reaches too far.
+    Raises ValueError when the ladder has too few rungs or steps, or reaches too far, or when `model` is of another size.
     """
+    _require_same_size(target, model)
     trained = [rung.config for rung in rungs]
     sizes = [
         replace(
@@ -321,6 +324,16 @@ def sample(
         inputs={"export": exported},
         sentence="Let the exported model write.",
     )
+
+
+def _require_same_size(rung: Rung, model: ModelConfig) -> None:
+    for name in ("width", "num_layers", "sequence_length"):
+        told, found = getattr(rung, name), getattr(model, name)
+        if told != found:
+            raise ValueError(
+                f"the rung {rung.name!r} has {name} = {told}, but the model beside it has {found}. Rates and words follow "
+                "the rung, the run follows the model: make the model from the sizes of its rung."
+            )
 
 
 def _licence(folder: Path) -> str:

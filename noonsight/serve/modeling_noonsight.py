@@ -397,7 +397,7 @@ def _unit_rms(x):
 
 def _angles(position_ids, config, dtype):
     """cos and sin [B, S, 1, pairs]. In float64: at position 4095 a float32 angle is already off by 2e-4."""
-    pairs = int(config.head_dim * config.rope_fraction) // 2
+    pairs = round(config.head_dim * config.rope_fraction) // 2
     inverse = config.rope_theta ** (-torch.arange(pairs, device=position_ids.device, dtype=torch.float64) / pairs)
     angle = position_ids[..., None].double() * inverse
     return angle.cos().to(dtype)[:, :, None], angle.sin().to(dtype)[:, :, None]

@@ -166,7 +166,7 @@ def _attention(a: Array, layer: Tree, config: Any, is_global: bool, segments: ND
 
 def _rotate(x: Array, config: Any) -> Array:
     """Turn adjacent pairs (2p, 2p+1) of the first dims by position * theta^(-p / pairs); the rest passes (RoPE)."""
-    pairs = int(config.head_width * config.rope_fraction) // 2
+    pairs = round(config.head_width * config.rope_fraction) // 2
     angle = np.arange(x.shape[1])[:, None] * config.rope_theta ** (-np.arange(pairs) / max(pairs, 1))
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     even, odd = x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]

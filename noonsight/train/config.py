@@ -6,11 +6,10 @@ milliseconds. Every field is identity: two runs that differ in one of them are t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from noonsight.model.config import ModelConfig
+from noonsight.model.config import ModelConfig, check_fields
 
 LEAST_EPSILON = 1.1e-19
 """Square root of the smallest normal float32. Below it Adam's quotient has no bound: 1e-20 / (sqrt(0) + 1e-30)."""
@@ -60,9 +59,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no schedule or optimiser can mean. Raises ValueError."""
+        check_fields(self)
         for name in ("adam_lr", "matrix_lr", "epsilon", "weight_decay"):
-            value = getattr(self, name)
-            _require(math.isfinite(value) and value >= 0, name, value, "a finite number that is not negative")
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "a number that is not negative")
         rule = (
             f"at least {LEAST_EPSILON:g}: a smaller gradient has a square of 0 in float32, and nothing else divides it"
         )
@@ -73,6 +72,12 @@ class OptimizerConfig:
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
         for name in ("warmup_fraction", "min_lr_fraction", "decay_fraction"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a share of the run, 0 to 1")
+        if self.rewarm_from and not self.rewarm_steps:
+            rule = "0 where rewarm_steps is 0; say over how many steps the rate rises again"
+            _require(False, "rewarm_from", self.rewarm_from, rule)
+        if self.weight_decay_from and not self.weight_decay:
+            rule = "0 where weight_decay is 0; say how much decay begins there"
+            _require(False, "weight_decay_from", self.weight_decay_from, rule)
         if self.schedule == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
             raise ValueError(
                 f"warmup_fraction {self.warmup_fraction} + decay_fraction {self.decay_fraction} is more than the whole "
@@ -101,11 +106,21 @@ class PretrainConfig:
     description: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot be run. Raises ValueError."""
+        """Refuse sizes that cannot be run, and an optimiser whose times lie beyond the run. Raises ValueError."""
+        check_fields(self)
         for name in ("num_steps", "batch_size", "sequence_length"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "at least 1")
         for name in ("seed", "evaluate_every", "checkpoint_every", "hash_every"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        rule = (
+            f"the model's sequence_length, {self.model.sequence_length}: evaluation and export use the model's; "
+            "change one of them (`families.lengthened` gives a model a longer context)"
+        )
+        _require(self.sequence_length == self.model.sequence_length, "sequence_length", self.sequence_length, rule)
+        told, rule = self.optimizer, f"a step of the run, which has {self.num_steps}"
+        _require(told.weight_decay_from < self.num_steps, "weight_decay_from", told.weight_decay_from, rule)
+        risen, rule = told.rewarm_from + told.rewarm_steps, f"at most num_steps, {self.num_steps}"
+        _require(risen <= self.num_steps, "rewarm_from + rewarm_steps", risen, rule)
 
     @property
     def batch_tokens(self) -> int:

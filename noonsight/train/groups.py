@@ -94,11 +94,8 @@ def rules_of(params: Any, table: Mapping[str, Rule] = HERO_TABLE) -> dict[str, R
                 f"parameter {path!r} {tuple(leaf.shape)} is in no optimiser group{hint}: "
                 "name it in HERO_TABLE of noonsight/train/groups.py, or hand in a table of your own"
             )
-        if table[path].group != "adam" and leaf.ndim < (3 if table[path].experts else 2):
-            raise ValueError(
-                f"parameter {path!r} {tuple(leaf.shape)} is in group {table[path].group!r}, which turns matrices, "
-                "but it is none: correct its line in the table"
-            )
+        if table[path].group != "adam":
+            _require_matrix(path, leaf, table[path])
         if leaf.dtype != jnp.float32:
             raise ValueError(
                 f"parameter {path!r} is {leaf.dtype}; the optimiser moves float32 masters: "
@@ -110,13 +107,15 @@ def rules_of(params: Any, table: Mapping[str, Rule] = HERO_TABLE) -> dict[str, R
 
 def group_of(rule: Rule, kind: str) -> Group:
     """The group of a leaf under one kind of optimiser: `muonh` follows the rule, `adamw` decays what the hero turns,
-    `muon` moves what the hero gives to MuonH, and Adam has the rest.
+    `muon` moves what the hero gives to MuonH, and Adam has the rest. Raises ValueError for another kind.
     """
     if kind == "muonh":
         return rule.group
     if kind == "adamw":
         return "adam" if rule.group == "adam" else "adamw"
-    return "muon" if rule.group == "muonh" else "adam"
+    if kind == "muon":
+        return "muon" if rule.group == "muonh" else "adam"
+    raise ValueError(f"group_of: there is no optimiser of kind {kind!r}; use muonh, adamw or muon")
 
 
 def describe(config: OptimizerConfig, params: Any, table: Mapping[str, Rule] = HERO_TABLE) -> dict[str, Any]:
@@ -136,6 +135,16 @@ def describe(config: OptimizerConfig, params: Any, table: Mapping[str, Rule] = H
         "rows": rows,
         "text": f"Kind {config.kind}. Every leaf is in exactly one group; checked before the first step.",
     }
+
+
+def _require_matrix(path: str, leaf: Any, rule: Rule) -> None:
+    stacked = path.startswith("layers.")  # a gain stacked over layers has two dims and is no matrix
+    if leaf.ndim < 2 + stacked + rule.experts:
+        what = "is a vector" if leaf.ndim < 2 + stacked else "has no dim of experts"
+        raise ValueError(
+            f"parameter {path!r} {tuple(leaf.shape)} is in group {rule.group!r}, which turns matrices"
+            f"{' of every layer' if stacked else ''}, but this leaf {what}: correct its line in the table"
+        )
 
 
 def by_path(tree: Any) -> Leaves:

@@ -29,7 +29,7 @@ def share_of_peak(config: OptimizerConfig, num_steps: int, step: Any, xp: Module
     """The schedule at `step` (0-based; an integer or a traced scalar): 0..1.
 
     `xp` is the array module: numpy for people and sentinels, jax.numpy inside the train step, one formula for both.
-    Past the last step it stays at the minimum.
+    Past the last step it stays at the minimum. Raises ValueError for a schedule that has no formula here.
     """
     warmup = num_warmup_steps(config, num_steps)
     lowest = config.min_lr_fraction
@@ -39,9 +39,11 @@ def share_of_peak(config: OptimizerConfig, num_steps: int, step: Any, xp: Module
         falling = 1.0 - (1.0 - lowest) * passed
     elif config.schedule == "cosine":
         falling = lowest + (1.0 - lowest) * 0.5 * (1.0 + xp.cos(math.pi * passed))
-    else:
+    elif config.schedule == "wsd":
         decay = max(math.floor(config.decay_fraction * num_steps + 1e-9), 1)
         falling = 1.0 - (1.0 - lowest) * xp.clip((step - (num_steps - decay)) / decay, 0.0, 1.0)
+    else:
+        raise ValueError(f"share_of_peak: schedule {config.schedule!r} has no formula; use linear, cosine or wsd")
     share = xp.where(step < warmup, rising, falling)
     if config.rewarm_steps:
         again = xp.clip((step - config.rewarm_from) / config.rewarm_steps, 0.0, 1.0)

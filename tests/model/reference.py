@@ -46,7 +46,7 @@ def sconv(x, taps, segments):
 
 def rope(x, config):
     """x[B, S, n, H]: adjacent channels turn together."""
-    rotated, (batch, length, number, _) = int(config.head_width * config.rope_fraction), x.shape
+    rotated, (batch, length, number, _) = round(config.head_width * config.rope_fraction), x.shape
     if rotated == 0:
         return x
     angles = np.outer(np.arange(length), config.rope_theta ** (-np.arange(rotated // 2) / (rotated // 2)))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from noonsight.model.count import count
 from noonsight.model.families import (
     FAMILIES,
     HERO_LADDER,
@@ -14,6 +15,7 @@ from noonsight.model.families import (
     delphi_layers,
     hero,
     lengthened,
+    marin_8b,
     marin_32b,
     moe_v1,
     nucleotide,
@@ -24,7 +26,7 @@ from noonsight.model.params import init_params
 from noonsight.scaling import ladder
 from noonsight.tokens.tokenizer import SPECIALS
 from noonsight.train.optim import by_path, make_optimizer
-from tests.model.setting import logits_of, packed_batch
+from tests.model.setting import dense_config, logits_of, packed_batch, shaken_params
 from tests.train.toy import optimizer_config
 
 LLAMA = replace(
@@ -115,6 +117,29 @@ def test_context_grows_with_its_multiplier():
     assert f"{lengthened(snowball(), 65_536).qk_mult:.2f}" == "1.57"  # as in Snowball's extension
     with pytest.raises(ValueError, match="shorter"):
         lengthened(hero(), 2048)
+
+
+def test_a_llama_sees_its_whole_sequence_whatever_its_length():
+    for config in (marin_8b(), marin_32b(), delphi(512)):
+        for length in (4096, 32_768):
+            longer = lengthened(config, length)
+            assert [longer.span(layer) for layer in range(config.num_layers)] == [length] * config.num_layers
+    assert replace(marin_8b(), sequence_length=8192).span(0) == 8192
+
+
+def test_scores_without_qk_norm_keep_their_multiplier():
+    assert lengthened(marin_8b(), 32_768).qk_mult == 1.0
+    assert lengthened(marin_32b(), 32_768).qk_mult == pytest.approx(1.2079, abs=1e-4)
+
+
+def test_a_layer_that_sees_all_is_a_local_one_with_a_window_of_the_sequence():
+    """To the bit, so that a Llama may be written as either."""
+    config = dense_config(marin_8b())
+    local = replace(config, global_every=None, rope_on_global=False, window=config.sequence_length)
+    assert config.is_global(0) and not local.is_global(0)
+    assert count(config) == count(local)
+    params = shaken_params(config)
+    np.testing.assert_array_equal(_logits(params, config), _logits(params, local))
 
 
 def test_windows_of_the_siblings():

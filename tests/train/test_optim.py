@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 from noonsight.model.layout import SPECS, make_mesh
 from noonsight.train import muon
-from noonsight.train.groups import Rule, by_path, describe, like
+from noonsight.train.groups import HERO_TABLE, Rule, by_path, describe, group_of, like, rules_of
 from noonsight.train.muon import hyperball, newton_schulz
 from noonsight.train.optim import make_optimizer
 from tests.train.toy import optimizer_config
@@ -137,6 +137,27 @@ def test_groups_are_by_exact_path():
 def test_a_leaf_that_does_not_fit_the_table_is_refused(params, message):
     with pytest.raises(ValueError, match=message):
         make_optimizer(optimizer_config(), params, num_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "rule", "message"),
+    [
+        ("attn_norm", (2, 8), Rule(group="muonh"), "of every layer, but this leaf is a vector"),
+        ("attn_norm", (2, 8), Rule(group="adamh"), "this leaf is a vector"),
+        ("wq", (2, 8, 8), Rule(group="muonh", experts=True), "has no dim of experts"),
+    ],
+)
+def test_a_rule_that_turns_matrices_meets_no_stack_of_vectors(path, shape, rule, message):
+    leaves = {"layers": {path: jnp.ones(shape)}}
+    assert rules_of(leaves)  # as the hero treats it
+    with pytest.raises(ValueError, match=message):
+        rules_of(leaves, {**HERO_TABLE, f"layers.{path}": rule})
+
+
+def test_an_unknown_kind_has_no_groups():
+    assert [group_of(Rule(group="muonh"), kind) for kind in ("muonh", "adamw", "muon")] == ["muonh", "adamw", "muon"]
+    with pytest.raises(ValueError, match="no optimiser of kind 'sgd'; use muonh"):
+        group_of(Rule(group="muonh"), "sgd")
 
 
 def run_steps(optimizer, params, num_steps, grad=lambda params, step: hero_like(1000 + step)):

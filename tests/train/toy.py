@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from noonsight.model.families import miniature
 from noonsight.train.config import OptimizerConfig, PretrainConfig
 
 WIDTH, ROWS = 8, 16
@@ -34,7 +36,7 @@ def optimizer_config(**changes: Any) -> OptimizerConfig:
 def pretrain_config(**changes: Any) -> PretrainConfig:
     """Forty steps, a checkpoint every ten."""
     values = {
-        "model": None,
+        "model": replace(miniature(WIDTH, 1, 61), sequence_length=WIDTH),  # named, never made: the program is our own
         "optimizer": optimizer_config(),
         "num_steps": 40,
         "batch_size": ROWS,
