@@ -11,7 +11,7 @@ LABELS = {
     "touched_parameters": "all that a token uses, embedding and head too",
 }
 MARKS = {  # of a value in the table of rates: the key of the row that lists it, and what it means
-    "*": ("clamped", "clamped: the transfer rule went beyond its bounds; beta2_unclipped is what it says"),
+    "*": ("clamped", "clamped: the transfer rule left its bounds here; what it says of beta2 is beta2_unclipped"),
     "+": ("declared", "declared by the experiment in place of the rule's value"),
     "~": ("computed", "computed from the tokens; the number of steps was not published"),
 }
@@ -85,7 +85,7 @@ def _rates(counts: dict[str, Any]) -> dict[str, Any]:
         "beta1": found.beta1,
         "beta2": found.beta2,
         "beta2_unclipped": found.beta2_unclipped,
-        "warmup_steps": num_warmup_steps(found, steps),
+        "warmup_steps": num_warmup_steps(found, steps),  # of a config; of rates too: it reads their warm-up alone
         "clamped": list(found.clamped),
         "declared": [] if family.beta2 is None else ["beta2"],
         "computed": [] if counts["steps"] else ["steps", "warmup_steps"],
@@ -108,9 +108,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
     def cell(row: dict[str, Any], name: str) -> str:
         return columns[name].format(row[name]) + next((mark for mark in MARKS if name in row[MARKS[mark][0]]), " ")
 
-    lines = _aligned([[f"{name} " for name in columns], *([cell(row, name) for name in columns] for row in rows)])
+    cells = [[f"{name} " for name in columns], *([cell(row, name) for name in columns] for row in rows)]
     used = [f"{mark} {said}" for mark, (key, said) in MARKS.items() if any(row[key] for row in rows)]
-    return "\n".join([*lines, *([""] if used else []), *used])
+    return "\n".join([*_aligned(cells, gap=" "), *([""] if used else []), *used])
 
 
 def _overview(rows: list[dict[str, Any]]) -> str:
@@ -119,15 +119,11 @@ def _overview(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*_aligned([list(columns), *cells]), "", "noon count FAMILY takes one apart."])
 
 
-def _aligned(cells: list[list[str]]) -> list[str]:
+def _aligned(cells: list[list[str]], gap: str = "  ") -> list[str]:
     """Columns of equal width; the first is flush left."""
     widths = [max(map(len, column)) for column in zip(*cells)]
-    return [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:]))]
-        ).rstrip()
-        for line in cells
-    ]
+    flush = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells]
+    return [gap.join(line).rstrip() for line in flush]
 
 
 def _lines(counts: dict[str, Any]) -> str:
