@@ -10,7 +10,7 @@ Your own text: copy this file, point TEXT at a folder of plain text files (six m
 
 from pathlib import Path
 
-from noonsight.model.families import miniature
+from noonsight.model.families import FAMILIES, miniature
 from noonsight.recipe.window import (
     Experiment,
     Fault,
@@ -35,7 +35,7 @@ KINDS = {
     "sqlite-source": "code",
 }
 VOCABULARY = 4096
-BETA2 = 0.98  # declared: the transfer rule would clamp it at this batch size
+BETA2 = FAMILIES["miniature"].beta2  # 0.98, declared: the transfer rule would clamp it at this batch size
 PROMPTS = ("HAMLET.\nThe king", "A hacker is", "SQLite opens the")
 
 

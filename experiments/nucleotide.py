@@ -25,12 +25,12 @@ from noonsight.corpus.document import DOCUMENTS, hexdigest, write_table
 from noonsight.corpus.select import KEPT
 from noonsight.logbook.record import Artifact, encode
 from noonsight.logbook.write import write_atomic
-from noonsight.model.families import NUCLEOTIDES, nucleotide
+from noonsight.model.families import FAMILIES, NUCLEOTIDES, nucleotide
 from noonsight.recipe.window import Experiment, Stage, pretrain, spell
-from noonsight.scaling.ladder import Rung
+from noonsight.scaling.ladder import published
 
-BETA2 = 0.98  # declared: the transfer rule would clamp it at this batch size
-RUNG = Rung(name="run", width=64, num_layers=3, num_steps=600, batch_size=8, sequence_length=256)
+BETA2 = FAMILIES["nucleotide"].beta2  # 0.98, declared: the transfer rule would clamp it at this batch size
+RUNG = published("nucleotide", "run")  # width 64, 3 layers, 600 steps of 8 rows
 UNREAD = NUCLEOTIDES.index("N")
 CERTAIN = 4  # after so many bases of a motif the process itself is all but certain of the next
 CHAIN_ORDER = 5  # of the counted chain that the model is compared with

@@ -25,6 +25,7 @@ from proofs.miniature import HOUSE, commit, machine, now
 COMPARISON = HOUSE / "proofs" / "optimizers.json"
 SPEED = HOUSE / "benchmarks" / "results" / "train_step.json"
 HEADING = "## The model\n"
+ROW = "| [model.json](model.json) | `make prove-model` | counts and rates, acceptance checks of model and optimiser, speed against peers, MuonH against AdamW at equal time |\n"
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2, "bfloat16, whole model": 4e-2}  # of relative errors
 SHAPES = ("d256", "d512")  # at which speed must have been measured
 RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -194,9 +195,10 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def with_section(page: str, section: str) -> str:
-    """The page with this proof's section before the miniature's, which is the last."""
+    """The page with this proof's section before the miniature's, which is the last, and its row in the table above."""
     before, heading, rest = page.partition(miniature.HEADING)
-    return before.partition(HEADING)[0] + HEADING + section + "\n" + heading + rest
+    top = before.partition(HEADING)[0].replace(ROW, "").rstrip("\n") + "\n"
+    return top + ROW + "\n" + HEADING + section + "\n" + heading + rest
 
 
 def _short(value: Any) -> str:

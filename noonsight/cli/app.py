@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import os
 import sys
@@ -17,7 +18,8 @@ app = cyclopts.App(
     name="noon",
     help="Train a foundation model in the open, predictably: predict, train, measure, publish.",
     help_epilogue="Exit codes: 0 done, 1 failed, 2 wrong use, 3 results moved, 4 in use, 130 interrupted.",
-    version_flags=[],
+    version=lambda: importlib.metadata.version("noonsight"),
+    version_flags="--version",
     default_parameter=cyclopts.Parameter(negative=()),
 )
 for verb in (

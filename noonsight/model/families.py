@@ -27,7 +27,8 @@ LLAMA3_VOCABULARY = 128_256
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A named model with its published run: `num_steps` steps of `batch_size` rows (the last, where it grew), `tokens`
-    when the steps alone do not tell. `rule` names the transfer rule of its rates (`scaling.transfer`), if one set them.
+    when the steps alone do not tell. `rule` names the transfer rule of its rates (`scaling.transfer`), if one set them;
+    `beta2` is stated where the run does not take the rule's, which its batch would clamp.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Family:
     num_steps: int | None
     tokens: int | None = None
     rule: Literal["hero", "may", "moe-v1", "delphi"] | None = "hero"
+    beta2: float | None = None
     optimizer: Literal["muonh", "adamh", "adamw"] = "muonh"
 
 
@@ -351,7 +353,7 @@ def _marin_family(config: Callable[[], ModelConfig], batch_size: int, num_steps:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family(name="hero", config=hero, batch_size=11_264, num_steps=390_251),
+        replace(_ladder_family(6144), name="hero"),
         *(_ladder_family(width) for width in (512, 768, 1024, 1536, 2048)),
         Family(
             name="snowball",
@@ -375,7 +377,7 @@ FAMILIES: dict[str, Family] = {
         _delphi_family("1e23", 5376, 2_048, 74_884),
         _marin_family(marin_8b, 4_096, None, 12_750_000_000_000),
         _marin_family(marin_32b, 8_192, 192_000, 6_400_000_000_000),
-        Family(name="miniature", config=lambda: miniature(96, 3, 4096), batch_size=4, num_steps=1_348),
-        Family(name="nucleotide", config=nucleotide, batch_size=8, num_steps=600),
+        Family(name="miniature", config=lambda: miniature(96, 3, 4096), batch_size=4, num_steps=1_348, beta2=0.98),
+        Family(name="nucleotide", config=nucleotide, batch_size=8, num_steps=600, beta2=0.98),
     )
 }

@@ -33,6 +33,7 @@ __all__ = [
     "evaluate",
     "export",
     "forecast",
+    "hero_optimizer",
     "pretrain",
     "sample",
     "settle",
@@ -181,7 +182,8 @@ def pretrain(
     *,
     model: ModelConfig,
     seed: int,
-    beta2: float,
+    beta2: float | None = None,
+    optimizer: OptimizerConfig | None = None,
     version: str = "1",
     prediction: Stage | None = None,
     placement: Placement | None = None,
@@ -189,8 +191,9 @@ def pretrain(
     checkpoint_every: int = 0,
     hash_every: int = 100,
 ) -> Stage:
-    """One run of the hero recipe: rates by the transfer rule (`beta2` is declared), MuonH, a supervisor above the worker.
+    """One run, a supervisor above its worker. With `prediction` it cannot start before that forecast is frozen.
 
+<<<<<<< HEAD
     With `prediction` the run cannot start before that forecast is frozen. Raises ValueError when a rate sits on its clamp,
     or when rung and model differ in size.
     """
@@ -209,9 +212,17 @@ def pretrain(
         warmup_fraction=rates.warmup_fraction,
         min_lr_fraction=rates.min_lr_fraction,
     )
+=======
+    Give either `beta2`, for the hero recipe (`hero_optimizer`), or an `optimizer` of your own, which is taken as it
+    stands: `optimizer=replace(hero_optimizer(rung, beta2=0.98), kind="adamw", weight_decay=0.1)`. Raises ValueError for
+    both or neither.
+    """
+    if (beta2 is None) == (optimizer is None):
+        raise ValueError(f"pretrain: {rung.name} needs either beta2, for the hero recipe, or an optimizer of your own")
+>>>>>>> words
     config = PretrainConfig(
         model=model,
-        optimizer=optimizer,
+        optimizer=hero_optimizer(rung, beta2=beta2) if optimizer is None else optimizer,
         num_steps=rung.num_steps,
         batch_size=rung.batch_size,
         sequence_length=rung.sequence_length,
@@ -229,10 +240,31 @@ def pretrain(
         function=pretraining.run,
         config=config,
         inputs=inputs,
-        sentence=f"Train width {rung.width} with {rung.num_layers} layers on {rung.num_steps * batch_tokens:,} tokens.",
+        sentence=f"Train width {rung.width} with {rung.num_layers} layers on {rung.num_tokens:,} tokens.",
         resumable=True,
         placement=placement or Placement(),
         prediction="prediction" if prediction is not None else None,
+    )
+
+
+def hero_optimizer(rung: Rung, *, beta2: float) -> OptimizerConfig:
+    """The hero recipe for one run: MuonH at the rates, epsilon and warm-up of the transfer rule, and a declared `beta2`.
+
+    Newton-Schulz runs in float32, the rate falls linearly, nothing decays (`weight_decay` is 0). Everything else is
+    reached with `dataclasses.replace`. Raises ValueError when a rate sits on its clamp.
+    """
+    rates = transfer.declare(transfer.hero_rates(rung.num_tokens, rung.width, rung.batch_tokens), beta2=beta2)
+    transfer.require_unclamped(rates, rung.name)
+    return OptimizerConfig(
+        adam_lr=rates.adam_lr,
+        matrix_lr=rates.matrix_lr,
+        beta1=rates.beta1,
+        beta2=rates.beta2,
+        epsilon=rates.epsilon,
+        momentum=rates.momentum,
+        newton_schulz="float32",
+        warmup_fraction=rates.warmup_fraction,
+        min_lr_fraction=rates.min_lr_fraction,
     )
 
 

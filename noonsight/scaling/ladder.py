@@ -7,10 +7,10 @@ on a clamp, too few steps, more than one pass over the data, or a target too far
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from noonsight.model.families import FAMILIES
 from noonsight.scaling.fit import isoflop_optimum
 from noonsight.scaling.transfer import Rates, hero_rates
 
@@ -40,8 +40,27 @@ class Rung:
         return self.num_steps * self.batch_tokens
 
 
+def published(family: str, name: str) -> Rung:
+    """The published run of a family as a rung called `name`. Raises ValueError where its steps were not published."""
+    run = FAMILIES[family]
+    if run.num_steps is None:
+        raise ValueError(f"the run of {family} was published without its number of steps, so it is no rung")
+    config = run.config()
+    return Rung(
+        name=name,
+        width=config.width,
+        num_layers=config.num_layers,
+        num_steps=run.num_steps,
+        batch_size=run.batch_size,
+        sequence_length=config.sequence_length,
+    )
+
+
+MINIATURE_TARGET = published("miniature", "target")
+
+
 def _miniature(name: str, width: int, num_layers: int, num_steps: int) -> Rung:
-    return Rung(name=name, width=width, num_layers=num_layers, num_steps=num_steps, batch_size=4, sequence_length=256)
+    return replace(MINIATURE_TARGET, name=name, width=width, num_layers=num_layers, num_steps=num_steps)
 
 
 # Three widths, each with a short and a long run, so that the effects of parameters and of tokens can be told apart. The long
@@ -54,32 +73,15 @@ MINIATURE = (
     _miniature("d48", 48, 2, 440),
     _miniature("d64", 64, 2, 315),
 )
-MINIATURE_TARGET = _miniature("target", 96, 3, 1348)
 
-
-def _hero(name: str, width: int, num_layers: int, batch_size: int, num_steps: int) -> Rung:
-    return Rung(
-        name=name, width=width, num_layers=num_layers, num_steps=num_steps, batch_size=batch_size, sequence_length=4096
-    )
-
-
-HERO = (
-    _hero("d768", 768, 8, 1024, 11_420),
-    _hero("d1024", 1024, 12, 2048, 15_276),
-    _hero("d1536", 1536, 16, 6144, 15_128),
-    _hero("d2048", 2048, 22, 11_264, 20_072),
-)
-HERO_TARGET = _hero("d6144", 6144, 48, 11_264, 390_251)
+# Width 512 has a published run too, but only as a replica on other machines (Marin, #8673): it is no rung of this ladder.
+HERO = tuple(published(f"ladder-{width}", f"d{width}") for width in (768, 1024, 1536, 2048))
+HERO_TARGET = published("hero", "d6144")
 
 
 def hero_num_steps(active_parameters: int, batch_tokens: int) -> int:
     """Steps of a hero rung: 791 tokens per active parameter, rounded to whole steps (Marin, issue #8435)."""
     return round(HERO_TOKENS_PER_ACTIVE_PARAMETER * active_parameters / batch_tokens)
-
-
-def delphi_num_layers(width: int) -> int:
-    """Depth from width in Delphi and Snowball: round(d / (64 + 4 log2 d - 9)). The hero's depths are a table."""
-    return round(width / (64 + 4 * math.log2(width) - 9))
 
 
 def problems(

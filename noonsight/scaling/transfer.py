@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from noonsight.model.families import Family
+from noonsight.model.families import FAMILIES, Family
 
 MATRIX_OVER_ADAM = 13 / 3
 RATE_CAP = 0.05
@@ -40,10 +40,6 @@ class Rates:
     min_lr_fraction: float  # of the peak, at the end
     clamped: tuple[str, ...] = ()
     beta2_unclipped: float = math.nan
-
-    def num_warmup_steps(self, num_steps: int) -> int:
-        """Steps of the linear rise from 0: the fraction of the run, rounded down."""
-        return math.floor(self.warmup_fraction * num_steps + 1e-9)
 
 
 def hero_rates(num_tokens: int, width: int, batch_tokens: int) -> Rates:
@@ -158,12 +154,16 @@ RULES: dict[str, Callable[[int, int, int], Rates]] = {
 
 
 def family_rates(family: Family, num_tokens: int) -> Rates:
-    """Rates of a family's run of `num_tokens` tokens. Raises ValueError when no transfer rule set them."""
+    """Rates of a family's run of `num_tokens` tokens, with the beta2 that the family states, if it does.
+
+    Raises ValueError when no transfer rule set them.
+    """
     if family.rule is None:
-        ruled = "those of the hero, Snowball, MoE V1 and Delphi"
+        ruled = ", ".join(name for name, each in FAMILIES.items() if each.rule is not None)
         raise ValueError(f"no transfer rule set the rates of {family.name}; the families that have one are {ruled}.")
     config = family.config()
-    return RULES[family.rule](num_tokens, config.width, family.batch_size * config.sequence_length)
+    rates = RULES[family.rule](num_tokens, config.width, family.batch_size * config.sequence_length)
+    return rates if family.beta2 is None else declare(rates, beta2=family.beta2)
 
 
 def declare(rates: Rates, *, beta2: float) -> Rates:

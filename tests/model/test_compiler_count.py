@@ -2,7 +2,8 @@
 
 XLA counts the body of a loop once, so scans are unrolled here and a row is one block of attention. Tolerances: the
 forward and backward passes are 2 to 8 % above the closed form, which leaves norms, gates, rotation, convolutions and
-sampling of the loss uncounted; the share falls with the width. The optimiser is counted to 1 %, AdamW's root apart.
+sampling of the loss uncounted; the share falls with the width. The optimiser is counted to 1 %, AdamW's root apart; the
+hyperball, which Newton-Schulz would hide, is counted alone.
 """
 
 from dataclasses import replace
@@ -13,11 +14,12 @@ import jax.numpy as jnp
 import pytest
 
 from noonsight.model import attention
-from noonsight.model.count.flops import forward_flops, optimizer_flops, recompute_flops, step_flops
+from noonsight.model.count.flops import HYPERBALL, forward_flops, optimizer_flops, recompute_flops, step_flops
 from noonsight.model.families import hero
 from noonsight.model.params import init_params
 from noonsight.model.transformer import logits, make_program
 from noonsight.tokens.batches import Batch
+from noonsight.train.muon import hyperball
 from noonsight.train.optim import make_optimizer
 from tests.train.toy import optimizer_config
 
@@ -94,7 +96,14 @@ def test_forward_and_backward(unrolled, remat):
     assert 1.0 < counted / (flops.model + flops.recompute + passes * _idle(config)) < 1.08
 
 
-@pytest.mark.parametrize(("kind", "low", "high"), [("muonh", 0.99, 1.01), ("adamw", 0.8, 1.0)])
+def test_hyperball():
+    matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    turn = jax.jit(lambda weight, u: weight + hyperball(weight, u, jnp.float32(0.01), axes=(-2, -1)))
+    counted = turn.lower(matrix, matrix).cost_analysis()["flops"]
+    assert counted / 256**2 == pytest.approx(HYPERBALL, abs=0.01)
+
+
+@pytest.mark.parametrize(("kind", "low", "high"), [("muonh", 0.99, 1.01), ("muon", 0.99, 1.01), ("adamw", 0.8, 1.0)])
 def test_optimiser(unrolled, kind, low, high):
     """The compiler counts no root and joins constants: up to 3 of AdamW's 16 elementwise operations."""
     params = _params(MOE)

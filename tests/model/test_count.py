@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from noonsight.model.count.flops import (
 from noonsight.model.count.parameters import matrix_stacks
 from noonsight.model.families import FAMILIES, delphi, hero, hero_ladder, marin_8b, miniature, moe_v1, snowball
 from noonsight.model.params import init_params
+from noonsight.train.config import OptimizerConfig
 from noonsight.train.optim import by_path, make_optimizer
 from tests.model.setting import tiny_config
 from tests.train.toy import optimizer_config
@@ -213,14 +215,25 @@ def test_the_matrices_are_those_of_the_optimiser(config):
     assert sum(number * rows * columns for number, rows, columns in stacks) == sum(map(np.prod, turned))
 
 
-def test_adamh_costs_more_than_adamw_and_less_than_muonh():
-    costs = [optimizer_flops(hero_ladder(768), kind) for kind in ("adamw", "adamh", "muonh")]
-    assert costs == sorted(costs) and len(set(costs)) == 3
+def test_optimisers_by_cost():
+    costs = [optimizer_flops(hero_ladder(768), kind) for kind in ("adamw", "adamh", "muon", "muonh")]
+    assert costs == sorted(costs) and len(set(costs)) == 4
+
+
+def test_every_optimiser_of_a_run_can_be_counted_and_no_other():
+    for kind in get_args(get_type_hints(OptimizerConfig)["kind"]):
+        assert optimizer_flops(miniature(16, 1, 64), kind) > 0
+    with pytest.raises(ValueError, match="no optimiser 'sgd'; choose one of muonh, adamh, adamw, muon"):
+        optimizer_flops(hero(), "sgd")
 
 
 def test_what_is_no_family_or_no_run_is_refused():
     with pytest.raises(ValueError, match=r"did you mean .hero.\?.*ladder-768"):
         count_family("heros")
+    with pytest.raises(ValueError, match="model of width 1280, but no run of it was published"):
+        count_family("ladder-1280")
+    with pytest.raises(ValueError, match=r"no family named 'zzz'\. The families are hero, .*nucleotide\.$"):
+        count_family("zzz")
     with pytest.raises(ValueError, match="0 steps are no run"):
         count_family("hero", steps=0)
 

@@ -23,7 +23,6 @@ from noonsight.model.families import (
     switch_qk_norm_on,
 )
 from noonsight.model.params import init_params
-from noonsight.scaling import ladder
 from noonsight.tokens.tokenizer import SPECIALS
 from noonsight.train.optim import by_path, make_optimizer
 from tests.model.setting import dense_config, logits_of, packed_batch, shaken_params
@@ -169,6 +168,7 @@ def test_every_family_is_complete():
     )
 
 
-def test_the_ladder_is_one_table():
-    for rung in (*ladder.HERO, ladder.HERO_TARGET):
-        assert HERO_LADDER[rung.width] == (rung.num_layers, rung.batch_size, rung.num_steps)
+def test_families_of_the_ladder_are_those_with_a_run():
+    with_run = {f"ladder-{width}" for width, (_, batch_size, _) in HERO_LADDER.items() if batch_size and width < 6144}
+    assert with_run == {name for name in FAMILIES if name.startswith("ladder-")}
+    assert "ladder-1280" not in with_run and FAMILIES["hero"].config() == hero()

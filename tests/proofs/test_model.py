@@ -131,12 +131,13 @@ def test_every_measurement_is_judged():
 
 
 def test_the_section_stands_before_the_miniature_and_replaces_itself():
-    page = f"# What\n\n{miniature.HEADING}\nits table\n"
+    page = f"# What\n\n| file |\n|---|\n| [miniature.json](miniature.json) |\n\n{miniature.HEADING}\nits table\n"
     about = {"machine": {"cpu": "c", "cores": 2, "python": "3", "jax": "0"}, "commit": "x", "at": "now", "minutes": 1}
     section = table({**about, **figures(), "summary": summary(figures())})
     once = with_section(page, section)
     assert with_section(once, section) == once and once.endswith(f"{miniature.HEADING}\nits table\n")
     assert once.split(model.HEADING)[1].split(miniature.HEADING)[0] == section + "\n"
+    assert once.count(model.ROW) == 1 and f"(miniature.json) |\n{model.ROW}\n{model.HEADING}" in once
     assert "| norm drift of 21 MuonH and AdamH arrays over 1000 steps, relative | 4e-06 | <= 1e-05 | yes |" in section
 
 

@@ -1,46 +1,47 @@
-"""The shop window refuses a run whose parts do not belong together."""
+"""What an experiment file buys: the hero recipe, or an optimiser of its own; families and experiments say the same."""
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from noonsight.model.families import miniature
-from noonsight.plan.stage import Stage
-from noonsight.recipe.window import forecast, pretrain, spell
-from noonsight.scaling.ladder import MINIATURE, MINIATURE_TARGET
-from noonsight.tokens.tokenizer import AlphabetConfig, write_alphabet
+from noonsight.corpus.select import SelectConfig, select
+from noonsight.model.families import FAMILIES
+from noonsight.recipe.window import Stage, hero_optimizer, pretrain, spell
+from noonsight.scaling.ladder import MINIATURE_TARGET
 
-DOCUMENTS = Stage(
-    name="documents", version="1", function=write_alphabet, config=AlphabetConfig(characters="ab"), sentence="Made."
-)
-CORPUS = spell(DOCUMENTS, "ab")
-RUNG = MINIATURE[-1]
-MODEL = miniature(RUNG.width, RUNG.num_layers, 64)
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+DOCUMENTS = Stage(name="documents", version="1", function=select, config=SelectConfig(), sentence="Any stage.")
+CORPUS = spell(DOCUMENTS, "ACGT")
+MODEL = FAMILIES["miniature"].config()
 
 
-def run(rung, model):
-    return pretrain(rung, CORPUS, model=model, seed=0, beta2=0.98)
+@pytest.mark.parametrize(("name", "run"), [("miniature", "target"), ("nucleotide", "run")])
+def test_an_experiment_trains_the_run_of_its_family(name, run):
+    spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = next(each for each in module.experiment().stages if each.name == run).config
+    family = FAMILIES[name]
+    assert (config.model, config.num_steps, config.batch_size) == (family.config(), family.num_steps, family.batch_size)
+    assert config.optimizer.beta2 == family.beta2 == 0.98
 
 
-def test_a_stage_trains_the_model_of_its_rung():
-    stage = run(RUNG, MODEL)
-    assert (stage.config.model, stage.config.sequence_length) == (MODEL, RUNG.sequence_length)
-    assert f"width {MODEL.width}" in stage.sentence
+def test_the_recipe_is_the_default_and_another_optimiser_is_taken_as_it_stands():
+    recipe = hero_optimizer(MINIATURE_TARGET, beta2=0.98)
+    assert (recipe.kind, recipe.newton_schulz, recipe.weight_decay) == ("muonh", "float32", 0.0)
+    assert pretrain(MINIATURE_TARGET, CORPUS, model=MODEL, seed=0, beta2=0.98).config.optimizer == recipe
+    own = replace(recipe, kind="adamw", weight_decay=0.1)
+    assert pretrain(MINIATURE_TARGET, CORPUS, model=MODEL, seed=0, optimizer=own).config.optimizer == own
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"width": 32}, "'d64' has width = 32, but the model beside it has 64"),
-        ({"num_layers": 3}, "has num_layers = 3, but the model beside it has 2"),
-        ({"sequence_length": 128}, "has sequence_length = 128, but the model beside it has 256"),
-    ],
-)
-def test_a_rung_of_another_size_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        run(replace(RUNG, **change), MODEL)
+@pytest.mark.parametrize("given", [{}, {"beta2": 0.98, "optimizer": hero_optimizer(MINIATURE_TARGET, beta2=0.98)}])
+def test_one_optimiser_and_no_more(given):
+    with pytest.raises(ValueError, match="target needs either beta2"):
+        pretrain(MINIATURE_TARGET, CORPUS, model=MODEL, seed=0, **given)
 
 
-def test_a_forecast_is_about_the_model_of_its_target():
-    with pytest.raises(ValueError, match="'target' has width = 96, but the model beside it has 64"):
-        forecast([run(RUNG, MODEL)], MINIATURE_TARGET, MODEL)
+def test_a_rate_on_its_clamp_is_refused():
+    with pytest.raises(ValueError, match="short: matrix_lr"):
+        hero_optimizer(replace(MINIATURE_TARGET, name="short", width=32, num_steps=160), beta2=0.98)

@@ -26,9 +26,21 @@ def test_hero_steps_follow_from_tokens_per_active_parameter():
     assert ladder.HERO_TARGET.num_tokens == 18_005_144_633_344
 
 
-def test_delphi_depths():
-    depths = [ladder.delphi_num_layers(width) for width in (512, 1024, 2048, 3840, 5376)]
-    assert depths == [6, 11, 21, 37, 51]
+def test_rungs_of_the_hero_are_the_published_ones():
+    """Marin, issue #8435: width, layers, rows, steps."""
+    assert [(r.name, r.width, r.num_layers, r.batch_size, r.num_steps) for r in (*ladder.HERO, ladder.HERO_TARGET)] == [
+        ("d768", 768, 8, 1_024, 11_420),
+        ("d1024", 1024, 12, 2_048, 15_276),
+        ("d1536", 1536, 16, 6_144, 15_128),
+        ("d2048", 2048, 22, 11_264, 20_072),
+        ("d6144", 6144, 48, 11_264, 390_251),
+    ]
+    assert {rung.sequence_length for rung in ladder.HERO} == {4096}
+
+
+def test_a_run_without_steps_is_no_rung():
+    with pytest.raises(ValueError, match="moe-v1 was published without its number of steps"):
+        ladder.published("moe-v1", "rung")
 
 
 @pytest.mark.parametrize(

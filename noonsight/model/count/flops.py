@@ -9,7 +9,7 @@ what padding wastes, and sets beside it what the convention leaves out: recomput
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from noonsight.model.config import ModelConfig
 from noonsight.model.count.parameters import expert_parameters, matrix_stacks, parameters_by_part
@@ -18,10 +18,11 @@ NEWTON_SCHULZ_ITERATIONS = 5
 # Elementwise operations for one parameter, each with the addition of the update to it.
 ADAM = 14  # two moments 3 + 4, their bias 2, root, epsilon, division, rate and addition
 ADAMW = ADAM + 2  # decay and its addition
-HYPERBALL = 12  # three norms 6, the turn 3, back to the radius 1, difference and addition 2
+HYPERBALL = 10  # three sums (both norms, inner product) 6, the update from weight and direction 3, its addition
 MUON_MOMENTUM = 7  # momentum 2, Nesterov 2, norm 2, division
+MUON = 3  # the factor of the shape, rate and addition
 
-OptimizerKind = Literal["muonh", "adamh", "adamw"]
+OptimizerKind = Literal["muonh", "adamh", "adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,19 +151,23 @@ def visible_keys(length: int, span: int) -> int:
 def optimizer_flops(config: ModelConfig, kind: OptimizerKind = "muonh") -> int:
     """FLOPs of one update of all parameters.
 
-    muonh: Newton-Schulz for each matrix, AdamH for the head, Adam for the rest; adamh: AdamH for matrices and head.
+    muonh: Newton-Schulz for each matrix, AdamH for the head, Adam for the rest; adamh: AdamH for matrices and head;
+    muon: Newton-Schulz for each matrix, Adam for the rest; adamw: the same for all. Raises ValueError for another kind.
     """
+    if kind not in get_args(OptimizerKind):
+        raise ValueError(f"optimizer_flops: no optimiser {kind!r}; choose one of {', '.join(get_args(OptimizerKind))}")
     parts = parameters_by_part(config)
     total = sum(parts.values())
     stacks = matrix_stacks(config).values()
     turned = sum(number * rows * columns for number, rows, columns in stacks)
     if kind == "adamw":
         return ADAMW * total
-    adam_and_head = ADAM * (total - turned) + (HYPERBALL - 2) * parts["head"]
+    adam = ADAM * (total - turned)
+    adam_and_head = adam + (HYPERBALL - 2) * parts["head"]  # the hyperball has Adam's last two in itself
     if kind == "adamh":
         return adam_and_head + (ADAM + HYPERBALL - 2) * turned
-    matrices = sum(number * newton_schulz_flops(rows, columns) for number, rows, columns in stacks)
-    return adam_and_head + (MUON_MOMENTUM + HYPERBALL) * turned + matrices
+    matrices = MUON_MOMENTUM * turned + sum(number * newton_schulz_flops(*shape) for number, *shape in stacks)
+    return adam + MUON * turned + matrices if kind == "muon" else adam_and_head + HYPERBALL * turned + matrices
 
 
 def newton_schulz_flops(rows: int, columns: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from noonsight.model.config import ModelConfig
 from noonsight.model.count.flops import forward_flops, step_flops
 from noonsight.model.count.parameters import active_parameters, idle_parameters, parameters_by_part
-from noonsight.model.families import FAMILIES, Family
+from noonsight.model.families import FAMILIES, HERO_LADDER, Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,16 @@ def count(config: ModelConfig) -> Counts:
 
 
 def family_named(name: str) -> Family:
-    """The family of this name. Raises ValueError, with the nearest names, when there is none."""
-    if name not in FAMILIES:
-        near = difflib.get_close_matches(name, FAMILIES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"count: no family named {name!r}; {hint}The families are {', '.join(FAMILIES)}.")
-    return FAMILIES[name]
+    """The family of this name. Raises ValueError, with the nearest name and all of them, when there is none."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    near = difflib.get_close_matches(name, FAMILIES, n=1)
+    width = next((width for width in HERO_LADDER if name == f"ladder-{width}"), None)
+    if width is not None:
+        said = f"the ladder has a model of width {width}, but no run of it was published, so it is no family."
+    else:
+        said = f"there is no family named {name!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
+    raise ValueError(f"count: {said} The families are {', '.join(FAMILIES)}.")
 
 
 def count_family(name: str, *, steps: int | None = None) -> dict[str, Any]:
