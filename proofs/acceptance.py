@@ -238,7 +238,9 @@ def exchange() -> dict[str, Any]:
             if name == "einsum":
                 continue
             ways = {dtype: given}
-            if dtype == "bfloat16":  # float32 arrays, rounded where they are multiplied: the C++ kernels if there are any
+            if (
+                dtype == "bfloat16"
+            ):  # float32 arrays, rounded where they are multiplied: the C++ kernels if there are any
                 ways["bfloat16 products"] = [each.astype(jnp.float32) for each in given]
             for way, arrays in ways.items():
                 pairs = zip(_exchanged(name, arrays, chosen, valid, dtype), oracle)

@@ -288,7 +288,12 @@ def _code_hash() -> str:
     """Of every source that an arm's numbers could depend on."""
     digest = hashlib.sha256()
     for path in sorted((HOUSE / "noonsight").rglob("*")):
-        if path.suffix in (".py", ".cc", ".h") and path.relative_to(HOUSE).parts[1] in ("model", "train", "tokens", "evals"):
+        if path.suffix in (".py", ".cc", ".h") and path.relative_to(HOUSE).parts[1] in (
+            "model",
+            "train",
+            "tokens",
+            "evals",
+        ):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -193,33 +193,13 @@ def pretrain(
 ) -> Stage:
     """One run, a supervisor above its worker. With `prediction` it cannot start before that forecast is frozen.
 
-<<<<<<< HEAD
-    With `prediction` the run cannot start before that forecast is frozen. Raises ValueError when a rate sits on its clamp,
-    or when rung and model differ in size.
-    """
-    _require_same_size(rung, model)
-    batch_tokens = rung.batch_size * rung.sequence_length
-    rates = transfer.declare(transfer.hero_rates(rung.num_steps * batch_tokens, rung.width, batch_tokens), beta2=beta2)
-    transfer.require_unclamped(rates, rung.name)
-    optimizer = OptimizerConfig(
-        adam_lr=rates.adam_lr,
-        matrix_lr=rates.matrix_lr,
-        beta1=rates.beta1,
-        beta2=rates.beta2,
-        epsilon=rates.epsilon,
-        momentum=rates.momentum,
-        newton_schulz="float32",
-        warmup_fraction=rates.warmup_fraction,
-        min_lr_fraction=rates.min_lr_fraction,
-    )
-=======
     Give either `beta2`, for the hero recipe (`hero_optimizer`), or an `optimizer` of your own, which is taken as it
     stands: `optimizer=replace(hero_optimizer(rung, beta2=0.98), kind="adamw", weight_decay=0.1)`. Raises ValueError for
-    both or neither.
+    both or neither, when a rate of the recipe sits on its clamp, or when rung and model differ in size.
     """
+    _require_same_size(rung, model)
     if (beta2 is None) == (optimizer is None):
         raise ValueError(f"pretrain: {rung.name} needs either beta2, for the hero recipe, or an optimizer of your own")
->>>>>>> words
     config = PretrainConfig(
         model=model,
         optimizer=hero_optimizer(rung, beta2=beta2) if optimizer is None else optimizer,

@@ -234,7 +234,9 @@ def test_a_target_outside_the_vocabulary_is_an_error_and_no_memory_is_touched():
 
 @needs_kernels
 def test_no_tokens_and_mapped_calls():
-    _, _, dh, d_head = native.cross_entropy(jnp.zeros((0, 8)), normal(8, 40), jnp.zeros(0, jnp.int32), jnp.zeros(0), 0.0)
+    _, _, dh, d_head = native.cross_entropy(
+        jnp.zeros((0, 8)), normal(8, 40), jnp.zeros(0, jnp.int32), jnp.zeros(0), 0.0
+    )
     assert dh.shape == (0, 8) and (d_head == 0).all()
     a, b = normal(3, 5, 4), normal(3, 4, 6)
     mapped = jax.vmap(native.product)(a, b)
