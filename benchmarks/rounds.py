@@ -7,6 +7,7 @@ against the reference of the same heat.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from noonsight.plan import child
 
 ALLOCATOR = {"GLIBC_TUNABLES": ":".join(child.ALLOCATOR)}  # the same for all; each of them gains from it
 MARGIN_MIB = 2048
+GROWTH = 1.6  # memory of a worker in the end over that after its first step, at most (measured: 1.5)
 LEARNED = 0.05  # nats that the loss must have fallen: less is no training
 PARAMETERS_WITHIN = 0.002  # gains and biases are counted differently by everyone; nothing else is
 
@@ -77,7 +79,8 @@ class Worker:
         """End the process and wait until its memory is free."""
         self.process.kill()
         self.process.wait()
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it was dead before and a request still lies in the pipe
+            self.process.stdin.close()
         self.process.stdout.close()
         self.log.close()
 
@@ -126,8 +129,9 @@ class Contest:
         """Start those who still wait, as long as memory lasts; at least one."""
         admitted: dict[int, Worker] = {}
         while waiting:
-            largest = max(score.peak_mib for score in scores)
-            if admitted and available_mib() < largest + MARGIN_MIB:
+            largest = GROWTH * max(score.peak_mib for score in scores)
+            will_grow = (GROWTH - 1) * sum(scores[index].peak_mib for index in [0, *admitted])
+            if admitted and available_mib() < largest + will_grow + MARGIN_MIB:
                 break
             score = waiting.pop(0)
             worker = self._start(score, scratch)

@@ -126,6 +126,16 @@ def test_who_does_not_train_is_out(monkeypatch):
     assert "fell over as told" in reasons["dies"] and "another shape" in reasons["other shape"]
 
 
+def test_a_contestant_that_was_killed_between_its_turns_is_out_and_the_contest_goes_on(tmp_path):
+    job = fake("killed").job(SHAPES["tiny"], 0)
+    worker = rounds.Worker(Path(sys.executable), "tests.fake_contestant", {}, job, tmp_path)
+    worker.process.kill()
+    worker.process.wait()
+    with pytest.raises(rounds.Died):
+        worker.ask({"steps": 1})
+    worker.stop()
+
+
 def test_short_memory_makes_heats_and_the_reference_runs_in_all(monkeypatch):
     field = [fake("reference"), fake("a"), fake("b")]
     together, *_ = contest(monkeypatch, field, memory_mib=1e6)

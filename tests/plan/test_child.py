@@ -7,7 +7,7 @@ import pytest
 from noonsight.logbook import read
 from noonsight.logbook.record import Placement
 from noonsight.plan import child
-from noonsight.plan.child import ALLOCATOR, environment, with_kept_memory
+from noonsight.plan.child import ALLOCATOR, environment, with_huge_pages
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ from noonsight.plan.child import ALLOCATOR, environment, with_kept_memory
         ("glibc.malloc.hugetlb=0", ":".join(("glibc.malloc.hugetlb=0", *ALLOCATOR[1:]))),
     ],
 )
-def test_memory_is_kept_unless_the_user_settled_it(given, expected):
-    assert with_kept_memory(given) == expected
+def test_huge_pages_unless_the_user_settled_it(given, expected):
+    assert with_huge_pages(given) == expected
 
 
 def test_only_glibc_is_told(monkeypatch, tmp_path):
