@@ -20,7 +20,16 @@ LEAST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104  # normal ones: 
 # What must be above 0 where it is not None, and what 0 switches off.
 POSITIVE = (
     *("vocab_size", "width", "num_layers", "sequence_length", "num_heads", "num_kv_heads_local", "num_kv_heads_global"),
-    *("head_width", "window", "global_window", "global_every", "rope_theta", "qk_mult", "init_scale"),
+    *(
+        "head_width",
+        "window",
+        "global_window",
+        "global_every",
+        "rope_theta",
+        "qk_mult",
+        "init_scale",
+        "head_init_scale",
+    ),
 )
 NOT_NEGATIVE = (
     *("gated_norm_rank", "sconv_kernel", "num_experts", "num_experts_per_token", "expert_width", "latent_width"),
@@ -73,6 +82,7 @@ class ModelConfig:
     # Loss, initialisation, numerics
     z_loss_weight: float
     init_scale: float  # initial standard deviation times sqrt(width)
+    head_init_scale: float  # the same of the head; under AdamH it is for good, and bounds the logits (`hero_reach`)
     tie_embeddings: bool
     compute_dtype: Literal["float32", "bfloat16"]  # of activations
     matmul_dtype: Literal["float32", "bfloat16"]  # what matrix products round their inputs to; sums are float32
@@ -171,6 +181,10 @@ def _check_sizes(config: ModelConfig) -> None:
     _require(
         config.sconv_kernel <= config.sequence_length,
         f"sconv_kernel is {config.sconv_kernel}, more than the sequence_length {config.sequence_length}; take fewer taps",
+    )
+    _require(
+        not config.tie_embeddings or config.head_init_scale == config.init_scale,
+        f"head_init_scale is {config.head_init_scale}, but the head is the embedding; use its init_scale {config.init_scale}",
     )
     _require(
         config.compute_dtype == "float32" or config.matmul_dtype == "bfloat16",

@@ -100,6 +100,7 @@ def hero_ladder(width: int) -> ModelConfig:
         capacity_factor=None,
         z_loss_weight=1e-4,
         init_scale=0.5,
+        head_init_scale=0.5,
         tie_embeddings=False,
         compute_dtype="bfloat16",
         matmul_dtype="bfloat16",
@@ -144,6 +145,16 @@ def hero_kv_heads(num_heads: int) -> tuple[int, int]:
     """
     local = max(k for k in range(1, max(1, num_heads // 4) + 1) if num_heads % k == 0)
     return local, max(k for k in range(1, max(1, num_heads // 8) + 1) if local % k == 0)
+
+
+def hero_reach(config: ModelConfig) -> ModelConfig:
+    """The config with a head so large that its logits reach as far as the hero's, whatever its width.
+
+    AdamH keeps the norm of the head, and the rows it acts on have norm sqrt(width), so with gains of 1 a logit cannot
+    exceed head_init_scale * sqrt(width): 39 in the hero, 8 at width 256, 5 at width 96, where no token can be certain.
+    The published ladder keeps 0.5 at every width (768 and up); this is ours (decision 6).
+    """
+    return replace(config, head_init_scale=config.init_scale * math.sqrt(max(HERO_LADDER) / config.width))
 
 
 NUCLEOTIDES = "ACGTN"  # N: a base that was not read

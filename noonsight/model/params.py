@@ -4,8 +4,9 @@ One frozen dataclass per level, registered as a pytree; the fields of `Layers` a
 so that a scan runs over them. A component that the config switches off is `None`. The invariant: `shapes(config)` is
 the one table that initialisation, layout and tests read.
 
-Initialisation: 0.5/sqrt(d) times a standard normal truncated to (-3, 3) for every matrix whatever its fan-in; gains
-1; head gates and router bias 0; short convolutions the identity (Marin, #8435).
+Initialisation: 0.5/sqrt(d) (`init_scale`; of the head `head_init_scale`) times a standard normal truncated to (-3, 3)
+for every matrix whatever its fan-in; gains 1; head gates and router bias 0; short convolutions the identity (Marin,
+#8435).
 """
 
 from __future__ import annotations
@@ -97,9 +98,8 @@ def shapes(config: ModelConfig) -> Params:
 def init_params(key: Array, config: ModelConfig) -> Params:
     """Fresh float32 parameters. Each leaf draws from its own key, numbered in the order of the tree."""
     flat, treedef = jax.tree.flatten_with_path(shapes(config), is_leaf=_is_shape)
-    scale = config.init_scale / config.width**0.5
     leaves = [
-        _init_leaf(path[-1].name, shape, jax.random.fold_in(key, index), scale)
+        _init_leaf(path[-1].name, shape, jax.random.fold_in(key, index), config)
         for index, (path, shape) in enumerate(flat)
     ]
     return jax.tree.unflatten(treedef, leaves)
@@ -166,11 +166,12 @@ def _is_shape(leaf: Any) -> bool:
     return isinstance(leaf, tuple)
 
 
-def _init_leaf(name: str, shape: tuple[int, ...], key: Array, scale: float) -> Array:
+def _init_leaf(name: str, shape: tuple[int, ...], key: Array, config: ModelConfig) -> Array:
     if name in ("head_gate", "router_bias"):
         return jnp.zeros(shape, jnp.float32)
     if name.endswith("norm"):
         return jnp.ones(shape, jnp.float32)
     if name.startswith("sconv"):
         return jnp.zeros(shape, jnp.float32).at[:, 0].set(1.0)
+    scale = (config.head_init_scale if name == "head" else config.init_scale) / config.width**0.5
     return scale * jax.random.truncated_normal(key, -3.0, 3.0, shape, jnp.float32)

@@ -37,6 +37,8 @@ def test_no_field_has_a_default():
         ({"rope_theta": -1.0}, "rope_theta is -1.0"),
         ({"qk_mult": 0.0}, "qk_mult is 0.0"),
         ({"init_scale": -0.5}, "init_scale is -0.5"),
+        ({"head_init_scale": 0.0}, "head_init_scale is 0.0"),
+        ({"tie_embeddings": True, "head_init_scale": 1.0}, "the head is the embedding; use its init_scale 0.5"),
         ({"gated_norm_rank": 97}, "more than the width 96"),
         ({"sconv_kernel": 257}, "more than the sequence_length 256"),
         ({"norm_eps": 1e-46}, "norm_eps is 1e-46; it must be at least 1.2e-38"),

@@ -14,9 +14,11 @@ from noonsight.model.families import (
     delphi,
     delphi_layers,
     hero,
+    hero_reach,
     lengthened,
     marin_8b,
     marin_32b,
+    miniature,
     moe_v1,
     nucleotide,
     snowball,
@@ -151,6 +153,16 @@ def test_depths_of_the_older_rule():
     assert delphi_layers(2560) == snowball().num_layers == 26
     assert delphi_layers(5120) == 49 and moe_v1().num_layers == 48  # the one that left the rule
     assert delphi(1536).num_layers == 16
+
+
+def test_the_head_reaches_as_far_as_the_heros_and_nothing_else_moves():
+    assert hero_reach(hero()) == hero()
+    config = miniature(96, 1, 64)
+    near, far = (INIT(jax.random.key(0), each) for each in (config, hero_reach(config)))
+    np.testing.assert_allclose(far.head, 8 * near.head, rtol=1e-6)  # 8 = sqrt(6144 / 96)
+    assert np.linalg.norm(far.head, axis=0).mean() * 96**0.5 == pytest.approx(0.5 * 6144**0.5, rel=0.03)
+    rest = (jax.tree.leaves(replace(each, head=None)) for each in (near, far))
+    assert all(np.array_equal(one, other) for one, other in zip(*rest, strict=True))
 
 
 def test_nucleotides_are_the_hero_with_thirteen_tokens():
