@@ -253,13 +253,13 @@ def _exchanged(name: str, given: list[Any], chosen: Any, valid: Any, dtype: str 
     import jax
     import jax.numpy as jnp
 
-    from noonsight.model.exchange import EXCHANGES
+    from noonsight.model.exchange import EXCHANGES, Way
 
     # the same for all: a slope that came from y itself, like cos(y), would add y's own error to every gradient
     slope = jax.random.normal(jax.random.key(1), given[0].shape)
 
     def total(rows: Any, weights: Any, *experts: Any) -> Any:
-        y, _ = EXCHANGES[name](rows, chosen, weights, valid, *experts, dtype)
+        y, _ = EXCHANGES[name](rows, chosen, weights, valid, *experts, Way(dtype=dtype))
         return jnp.sum(slope * y.astype(jnp.float32)), y
 
     (_, y), slopes = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4), has_aux=True))(*given)

@@ -10,5 +10,5 @@ import jaxtyping
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-CHECKED = ("attention", "decode", "elementary", "exchange", "loss", "moe", "transformer")
+CHECKED = ("attention", "decode", "elementary", "exchange", "layout", "loss", "moe", "ready", "transformer")
 jaxtyping.install_import_hook([f"noonsight.model.{name}" for name in CHECKED], "beartype.beartype")

@@ -109,6 +109,7 @@ METRICS: Mapping[str, Metric] = Vocabulary(
         _metric("router/load_max_over_mean/", "1", "lower", "Load of the busiest expert over the mean, one layer."),
         _metric("router/load_min_over_mean", "1", "higher", "Load of the idlest expert over the mean load: 0 is dead."),
         _metric("router/drop_rate", "1", "lower", "Share of token-expert assignments that found no room."),
+        _metric("router/drop_rate/", "1", "lower", "Share of assignments refused by the sender, or by the receiver."),
         _metric("router/bias_min", "1", "steady", "Smallest routing bias that balancing has set, over all layers."),
         _metric("router/bias_max", "1", "steady", "Largest routing bias that balancing has set, over all layers."),
         # Speed

@@ -2,10 +2,11 @@
 
 Knows nothing of ours but itself.
 
-Files, lowest first: `config` (sizes) -> `layout` (splits over the mesh), `params` (the tree, its
-initialisation) -> `elementary` (norms, convolution, rotation, matrix product) -> `attention`, `moe`, `exchange`
-(expert transports) -> `loss` -> `transformer` (forward) -> `decode` (forward with a cache), `program` (the seam to
-training). `families` (named configs with their published runs) and `count` stand beside and need no JAX.
+Files, lowest first: `config` (sizes) -> `params` (the tree, its initialisation) -> `layout` (splits over the mesh, how
+devices reach each other) -> `elementary` (norms, convolution, rotation, matrix product) -> `attention`, `exchange`
+(expert transports), `moe` -> `loss`, `ready` (parameters at use) -> `transformer` (forward) -> `decode` (forward with a
+cache), `program` (the seam to training). `families` (named configs with their published runs) and `count` stand beside
+and need no JAX.
 
 Shape legend, used in every annotation of this room:
 

@@ -109,98 +109,116 @@ def finish(
 
 def attend(
     q: Float[Array, "B S N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Float[Array, "B P K H"],
+    v: Float[Array, "B P K H"],
     lower: Int[Array, "B S"],
     dtype: str = "float32",
+    start: Int[Array, ""] | None = None,
 ) -> Float[Array, "B S N H"]:
     """softmax(q k) v over the keys [lower(t), t] of each query. Query head n uses kv head n // (N / K). Any S.
 
+    The keys begin at position 0, the queries at `start`; None: there are as many queries as keys (P = S).
+
     Products round their inputs to `dtype` (through XLA the result and its slopes as well); softmax and sums are float32.
     """
-    if native.serves(dtype, q):
+    if start is None and native.serves(dtype, q):
         return native.attend(q, k, v, lower)
     length, kept = q.shape[1], q.dtype
     if dtype == "bfloat16":
         q, k, v = (x.astype(dtype) for x in (q, k, v))
-    padding = -length % BLOCK
-    if padding:
-        q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
-        own = jnp.broadcast_to(jnp.arange(length, length + padding, dtype=lower.dtype), (q.shape[0], padding))
+    q, k, v = (_whole_blocks(x) for x in (q, k, v))
+    if padding := q.shape[1] - length:
+        own = jnp.arange(length, length + padding, dtype=lower.dtype)
+        own = jnp.broadcast_to(own if start is None else own + start, (q.shape[0], padding))
         lower = jnp.concatenate([lower, own], axis=1)
-    return _blocked(q, k, v, lower)[:, :length].astype(kept)
+    return _blocked(q, k, v, lower, start)[:, :length].astype(kept)
 
 
 @jax.custom_vjp
-def _blocked(q: Array, k: Array, v: Array, lower: Array) -> Array:
-    return _blocked_forward(q, k, v, lower)[0]
+def _blocked(q: Array, k: Array, v: Array, lower: Array, start: Array | None) -> Array:
+    return _blocked_forward(q, k, v, lower, start)[0]
 
 
-def _blocked_forward(q, k, v, lower):
+def _blocked_forward(q, k, v, lower, start):
     """For each block of queries one pass over its visible blocks of keys, with a running maximum and sum."""
     queries, keys, values, bounds = _query_blocks(q, k.shape[2]), _key_blocks(k), _key_blocks(v), _bound_blocks(lower)
 
     def one_block(block):
         index, q_block, bound = block
+        row, end = _span(index, start, len(keys))
 
         def visit(j, carry):
             top, total, out = carry
-            scores = _scores(q_block, keys[j], bound, index, j)
+            scores = _scores(q_block, keys[j], bound, row, j)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             shrink, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
             out = out * shrink[..., None] + _dot("bkrs,bksh->bkrh", weights.astype(v.dtype), values[j])
             return new_top, total * shrink + weights.sum(axis=-1), out
 
         zeros = jnp.zeros(q_block.shape[:-1], jnp.float32)
-        start = (zeros + HIDDEN, zeros, jnp.zeros(q_block.shape, jnp.float32))
-        top, total, out = jax.lax.fori_loop(_first(bound), index + 1, visit, start)
+        nothing = (zeros + HIDDEN, zeros, jnp.zeros(q_block.shape, jnp.float32))
+        top, total, out = jax.lax.fori_loop(_first(bound), end, visit, nothing)
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
     out, log_sum = jax.lax.map(one_block, (jnp.arange(len(queries)), queries, bounds))
-    return _from_query_blocks(out, q.shape), (q, k, v, lower, out, log_sum)
+    return _from_query_blocks(out, q.shape), (q, k, v, lower, start, out, log_sum)
 
 
 def _blocked_backward(saved, cotangent):
-    q, k, v, lower, out, log_sum = saved
+    q, k, v, lower, start, out, log_sum = saved
     queries, keys, values, bounds = _query_blocks(q, k.shape[2]), _key_blocks(k), _key_blocks(v), _bound_blocks(lower)
 
     def one_block(sums, block):
         index, q_block, d_out, out, log_sum, bound = block
+        row, end = _span(index, start, len(keys))
         delta = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
 
         def visit(j, carry):
             dq, dk, dv = carry
-            weights = jnp.exp(_scores(q_block, keys[j], bound, index, j) - log_sum[..., None])
+            weights = jnp.exp(_scores(q_block, keys[j], bound, row, j) - log_sum[..., None])
             d_scores = (weights * (_dot("bkrh,bksh->bkrs", d_out, values[j]) - delta)).astype(q.dtype)
             dv = dv.at[j].add(_dot("bkrs,bkrh->bksh", weights.astype(q.dtype), d_out))
             dk = dk.at[j].add(_dot("bkrs,bkrh->bksh", d_scores, q_block))
             return dq + _dot("bkrs,bksh->bkrh", d_scores, keys[j]), dk, dv
 
-        dq, dk, dv = jax.lax.fori_loop(_first(bound), index + 1, visit, (jnp.zeros(q_block.shape, jnp.float32), *sums))
+        dq, dk, dv = jax.lax.fori_loop(_first(bound), end, visit, (jnp.zeros(q_block.shape, jnp.float32), *sums))
         return (dk, dv), dq.astype(q.dtype)
 
     sums = (jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32))
     blocks = (jnp.arange(len(queries)), queries, _query_blocks(cotangent, k.shape[2]), out, log_sum, bounds)
     (dk, dv), dq = jax.lax.scan(one_block, sums, blocks)
-    return _from_query_blocks(dq, q.shape), _from_key_blocks(dk, k), _from_key_blocks(dv, v), None
+    return _from_query_blocks(dq, q.shape), _from_key_blocks(dk, k), _from_key_blocks(dv, v), None, None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 def _scores(
-    q: Float[Array, "B K r H"], k: Float[Array, "B K s H"], bound: Int[Array, "B s"], i: Array, j: Array
+    q: Float[Array, "B K r H"], k: Float[Array, "B K s H"], bound: Int[Array, "B s"], row: Array, j: Array
 ) -> Float[Array, "B K r s"]:
-    """Scores of query block i on key block j, invisible ones HIDDEN."""
+    """Scores of the query block at position `row` on key block j, invisible ones HIDDEN."""
     scores = _dot("bkrh,bksh->bkrs", q, k)
-    rows, columns = i * BLOCK + jnp.arange(BLOCK), j * BLOCK + jnp.arange(BLOCK)
+    rows, columns = row + jnp.arange(BLOCK), j * BLOCK + jnp.arange(BLOCK)
     visible = (columns <= rows[:, None]) & (columns >= bound[:, :, None])
     by_group = scores.reshape(*scores.shape[:2], -1, BLOCK, BLOCK)
     return jnp.where(visible[:, None, None], by_group, HIDDEN).reshape(scores.shape)
 
 
+def _span(index: Array, start: Array | None, num_key_blocks: int) -> tuple[Array, Array]:
+    """Position of the first query of block `index`, and the end of the key blocks that its last one sees."""
+    if start is None:
+        return index * BLOCK, index + 1
+    row = start + index * BLOCK
+    return row, jnp.minimum((row + BLOCK - 1) // BLOCK + 1, num_key_blocks)
+
+
 def _first(bound: Int[Array, "B s"]) -> Int[Array, ""]:
     return bound.min() // BLOCK
+
+
+def _whole_blocks(x: Float[Array, "B S n H"]) -> Float[Array, "B s n H"]:
+    padding = -x.shape[1] % BLOCK
+    return jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) if padding else x
 
 
 _dot = partial(jnp.einsum, preferred_element_type=jnp.float32)

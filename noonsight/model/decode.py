@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from noonsight.model.attention import HIDDEN
 from noonsight.model.config import ModelConfig
-from noonsight.model.elementary import gated_norm, product, rotation
-from noonsight.model.params import Params
-from noonsight.model.transformer import Reach, Sites, block, embed, head, kinds, prepare
+from noonsight.model.elementary import product, rotation
+from noonsight.model.params import Layers, Params
+from noonsight.model.ready import prepare
+from noonsight.model.transformer import Kind, Reach, Sites, block, dropless, embed, final, head, kinds
 
 
 @jax.tree_util.register_dataclass
@@ -79,22 +80,22 @@ def prefill(
 
     What lies behind a row's length in `tokens` is ignored.
     """
+    config = dropless(config)
     ready = prepare(params, extra, config)
     offsets = jnp.arange(tokens.shape[1])
     positions = cache.lengths[:, None] + offsets
     angles = rotation(positions, config.rotated_width, config.rope_theta)
     valid = offsets < lengths[:, None]
 
-    def one_layer(x, scanned):
-        layer, kind, old = scanned
+    def one_layer(x: Array, layer: Layers, kind: Kind, old: LayerCache) -> tuple[Array, LayerCache]:
         window = jnp.where(kind.is_global, config.global_window or old.key.shape[1], config.window)
         x, sites, _ = block(x, layer, kind, _reach(old, positions, window, config.matmul_dtype), angles, valid, config)
         return x, _advance(old, sites, cache.lengths, lengths)
 
-    x, layers = jax.lax.scan(one_layer, embed(ready, tokens, config), (ready.layers, kinds(config), cache.layers))
+    x, layers = ready.scan(one_layer, embed(ready, tokens), kinds(config), cache.layers)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    h = gated_norm(last, ready.final_norm, ready.final_gate, config)
-    return product(h, head(ready), config.matmul_dtype), Cache(lengths=cache.lengths + lengths, layers=layers)
+    found = product(final(ready, last), head(ready), config.matmul_dtype)
+    return found, Cache(lengths=cache.lengths + lengths, layers=layers)
 
 
 def decode_step(

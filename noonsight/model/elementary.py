@@ -82,20 +82,28 @@ def gated_norm(
 
 
 def short_convolution(
-    x: Float[Array, "B S C"], taps: Float[Array, "I C"], segments: Int[Array, "B S"]
+    x: Float[Array, "B S C"],
+    taps: Float[Array, "I C"],
+    segments: Int[Array, "B S"],
+    before: tuple[Array, Array] | None = None,
 ) -> Float[Array, "B S C"]:
     """Depthwise causal convolution inside documents: out[t] = sum_j taps[j] * x[t - j] where t - j is in the document
     of t.
+
+    `before` are the I - 1 columns of x and of segments before the first; None: nothing was there.
     """
+    x_before, segments_before = before or (None, None)
     out = x * taps[0].astype(x.dtype)
     for lag in range(1, taps.shape[0]):
-        same = _delay(segments, lag, fill=NO_DOCUMENT) == segments
-        out = out + jnp.where(same[..., None], _delay(x, lag, fill=0), 0) * taps[lag].astype(x.dtype)
+        same = _delay(segments, lag, segments_before, fill=NO_DOCUMENT) == segments
+        out = out + jnp.where(same[..., None], _delay(x, lag, x_before, fill=0), 0) * taps[lag].astype(x.dtype)
     return out
 
 
-def _delay(x: Array, lag: int, fill: int) -> Array:
-    """x[b, t - lag] at t, `fill` before the start."""
+def _delay(x: Array, lag: int, before: Array | None, fill: int) -> Array:
+    """x[b, t - lag] at t; before the start what was `before`, or `fill`."""
+    if before is not None:
+        return jnp.concatenate([before[:, before.shape[1] - lag :], x], axis=1)[:, : x.shape[1]]
     padding = ((0, 0), (lag, 0), *((0, 0),) * (x.ndim - 2))
     return jnp.pad(x, padding, constant_values=fill)[:, : x.shape[1]]
 

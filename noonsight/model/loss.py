@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from noonsight.model import native
 from noonsight.model.elementary import product
+from noonsight.model.layout import ALONE, Layout
 
 CHUNK_TOKENS = 256  # measured best at 4,096 entries on two cores
 
@@ -31,7 +32,7 @@ class LossParts(NamedTuple):
     z_loss: Float[Array, ""]  # already times its weight
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def weighted_loss(
     h: Float[Array, "T D"],
     head: Float[Array, "D V"],
@@ -39,9 +40,13 @@ def weighted_loss(
     weights: Float[Array, " T"],
     z_loss_weight: float,
     dtype: str = "float32",
+    layout: Layout = ALONE,
 ) -> LossParts:
-    """The loss of hidden states against target tokens. Products round their inputs to `dtype`; weights of sum 0 give 0."""
-    scale = _inverse_sum(weights)
+    """The loss of hidden states against target tokens. Products round their inputs to `dtype`; weights of sum 0 give 0.
+
+    Over devices it is what this one adds to the loss: weights are divided by their sum over the global batch.
+    """
+    scale = _inverse_sum(weights, layout)
 
     def chunk(_, inputs):
         h, targets, weights = inputs
@@ -65,8 +70,8 @@ def token_cross_entropy(
     return jax.lax.map(chunk, _chunks(h, targets)).reshape(-1)[: h.shape[0]]
 
 
-def _loss_forward(h, head, targets, weights, z_loss_weight, dtype):
-    scale = _inverse_sum(weights)
+def _loss_forward(h, head, targets, weights, z_loss_weight, dtype, layout):
+    scale = _inverse_sum(weights, layout)
     if native.serves(dtype, h):
         ce, lse, dh, d_head = native.cross_entropy(h, head, targets, weights * scale, z_loss_weight)
         sums = jnp.sum(weights * ce), jnp.sum(weights * lse * lse)
@@ -94,7 +99,7 @@ def _loss_forward(h, head, targets, weights, z_loss_weight, dtype):
     return parts, (dh.reshape(-1, h.shape[1])[: h.shape[0]], d_head.astype(head.dtype))
 
 
-def _loss_backward(z_loss_weight, dtype, saved, cotangent):
+def _loss_backward(z_loss_weight, dtype, layout, saved, cotangent):
     dh, d_head = saved
     return dh * cotangent.total.astype(dh.dtype), d_head * cotangent.total.astype(d_head.dtype), None, None
 
@@ -114,8 +119,8 @@ def _parts(cross_entropy: Array, square: Array, z_loss_weight: float) -> LossPar
     return LossParts(cross_entropy + z_loss_weight * square, cross_entropy, z_loss_weight * square)
 
 
-def _inverse_sum(weights: Array) -> Array:
-    total = weights.sum()
+def _inverse_sum(weights: Array, layout: Layout) -> Array:
+    total = layout.total(weights.sum())
     return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
 
 

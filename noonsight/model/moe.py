@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from noonsight.model.config import ModelConfig
 from noonsight.model.elementary import matmul, rms_norm, swiglu
-from noonsight.model.exchange import EXCHANGES
+from noonsight.model.exchange import EXCHANGES, Drops, Way
+from noonsight.model.layout import ALONE, Layout
 from noonsight.model.params import Layers
 
 
@@ -37,13 +38,14 @@ class Routing(NamedTuple):
 
 
 class RouterStatistics(NamedTuple):
-    """What one layer's router did with the valid tokens of this batch. None of it carries a gradient."""
+    """What one layer's router did with the valid tokens of the global batch. None of it carries a gradient."""
 
     beta: Float[Array, " E"]  # the next step's pending quantile
     entropy: Float[Array, ""]  # of softmax(scores), mean over tokens, nats
     load_max_over_mean: Float[Array, ""]
     load_min_over_mean: Float[Array, ""]
-    drop_rate: Float[Array, ""]
+    sender_drop_rate: Float[Array, ""]  # share of the assignments refused when sending
+    receiver_drop_rate: Float[Array, ""]  # when receiving
 
 
 def effective_bias(pending_beta: Float[Array | np.ndarray, "*L E"]) -> Float[Array, "*L E"]:
@@ -70,7 +72,11 @@ def route(
 
 
 def moe(
-    m: Float[Array, "B S D"], valid: Bool[Array, "B S"], layer: Layers, config: ModelConfig
+    m: Float[Array, "B S D"],
+    valid: Bool[Array, "B S"],
+    layer: Layers,
+    config: ModelConfig,
+    layout: Layout = ALONE,
 ) -> tuple[Float[Array, "B S D"], RouterStatistics]:
     """Routed plus shared experts of one layer, and what its router did."""
     rows, live = m.reshape(-1, m.shape[-1]), valid.reshape(-1)
@@ -78,14 +84,20 @@ def moe(
     latent = rows
     if layer.latent_down is not None:
         latent = rms_norm(matmul(rows, layer.latent_down, config.matmul_dtype), layer.latent_norm, config.norm_eps)
-    exchange = EXCHANGES[config.exchange]
+    split = layout.size("expert")
+    way = Way(
+        axis="expert" if split > 1 else None,
+        shards=split,
+        capacity_factor=config.capacity_factor,
+        dtype=config.matmul_dtype,
+    )
     bank = (layer.expert_gate, layer.expert_up, layer.expert_down)
-    y, drops = exchange(latent, routing.chosen, routing.weights, live, *bank, config.matmul_dtype)
+    y, drops = EXCHANGES[config.exchange](latent, routing.chosen, routing.weights, live, *bank, way)
     if layer.latent_up is not None:
         y = matmul(y, layer.latent_up, config.matmul_dtype)
     if config.num_shared_experts:
         y = y + _shared_experts(rows, layer, config)
-    return y.reshape(m.shape), _statistics(routing, live, drops, config)
+    return y.reshape(m.shape), _statistics(routing, live, drops, config, layout)
 
 
 def _shared_experts(rows: Float[Array, "T D"], layer: Layers, config: ModelConfig) -> Float[Array, "T D"]:
@@ -97,7 +109,11 @@ def _shared_experts(rows: Float[Array, "T D"], layer: Layers, config: ModelConfi
 
 
 def histogram_beta(
-    margins: Float[Array, "T E"], valid: Bool[Array, " T"], rank: Float[Array, ""], bins: int
+    margins: Float[Array, "T E"],
+    valid: Bool[Array, " T"],
+    rank: Float[Array, ""],
+    bins: int,
+    layout: Layout = ALONE,
 ) -> Float[Array, " E"]:
     """Each expert's margin of upper rank `rank`, from a histogram of `bins` equal bins between the layer's extremes.
 
@@ -105,45 +121,51 @@ def histogram_beta(
     without building it, gives the same bin, and sums over devices as well (one count per expert and halving).
     """
     live = valid[:, None]
-    low = jnp.min(jnp.where(live, margins, jnp.inf))
-    high = jnp.maximum(jnp.max(jnp.where(live, margins, -jnp.inf)), low + 1e-6)
+    low = layout.lowest(jnp.min(jnp.where(live, margins, jnp.inf)))
+    high = jnp.maximum(layout.highest(jnp.max(jnp.where(live, margins, -jnp.inf))), low + 1e-6)
     width = (high - low) / bins
     bin_of = jnp.where(live, jnp.clip(jnp.floor((margins - low) / width), 0, bins - 1).astype(jnp.int32), -1)
 
     def halve(_, bounds):
         least, most = bounds
         middle = (least + most + 1) // 2
-        enough = jnp.sum(bin_of >= middle, axis=0) >= rank
+        enough = layout.total(jnp.sum(bin_of >= middle, axis=0)) >= rank
         return jnp.where(enough, middle, least), jnp.where(enough, most, middle - 1)
 
     zeros = jnp.zeros(margins.shape[1], jnp.int32)
     found, _ = jax.lax.fori_loop(0, bins.bit_length(), halve, (zeros, zeros + bins - 1))
-    above, inside = jnp.sum(bin_of >= found, axis=0), jnp.sum(bin_of == found, axis=0)
+    above, inside = layout.total((jnp.sum(bin_of >= found, axis=0), jnp.sum(bin_of == found, axis=0)))
     return low + found * width + width * (above - rank) / jnp.maximum(inside, 1)
 
 
-def topk_beta(margins: Float[Array, "T E"], valid: Bool[Array, " T"], rank: Float[Array, ""]) -> Float[Array, " E"]:
+def topk_beta(
+    margins: Float[Array, "T E"], valid: Bool[Array, " T"], rank: Float[Array, ""], layout: Layout = ALONE
+) -> Float[Array, " E"]:
     """Each expert's margin of upper rank max(1, floor(rank)), exactly: the estimator of small runs."""
+    margins, valid = layout.rows_of_all(margins), layout.rows_of_all(valid)
     ordered = -jnp.sort(jnp.where(valid[:, None], -margins, jnp.inf), axis=0)
     return ordered[jnp.maximum(1, jnp.floor(rank).astype(jnp.int32)) - 1]
 
 
 def _statistics(
-    routing: Routing, valid: Bool[Array, " T"], drops: Int[Array, ""], config: ModelConfig
+    routing: Routing, valid: Bool[Array, " T"], drops: Drops, config: ModelConfig, layout: Layout
 ) -> RouterStatistics:
     scores, threshold = jax.lax.stop_gradient((routing.scores, routing.threshold))
-    num_valid = jnp.maximum(valid.sum(), 1)  # int32 within one device's batch; run totals are kept by the host (F11)
+    taken = (routing.chosen[..., None] == jnp.arange(config.num_experts)) & valid[:, None, None]
+    load = jnp.sum(taken, axis=(0, 1)).astype(jnp.float32)
+    log_p = jax.nn.log_softmax(scores)
+    entropy = jnp.sum(jnp.where(valid, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), 0.0))
+    # A batch has fewer than 2^31 tokens, but its assignments may be more: those are added in float32 (F11).
+    refused = jnp.stack(drops).astype(jnp.float32)
+    num_valid, load, entropy, refused = layout.total((valid.sum(), load, entropy, refused))
+    num_valid = jnp.maximum(num_valid, 1)
     beta = jnp.zeros(config.num_experts, jnp.float32)
     rank = num_valid * (config.num_experts_per_token / config.num_experts)
     margins = scores - threshold[:, None]
     if config.balance == "histogram":
-        beta = histogram_beta(margins, valid, rank, config.balance_bins)
+        beta = histogram_beta(margins, valid, rank, config.balance_bins, layout)
     elif config.balance == "topk":
-        beta = topk_beta(margins, valid, rank)
-    taken = (routing.chosen[..., None] == jnp.arange(config.num_experts)) & valid[:, None, None]
-    load = jnp.sum(taken, axis=(0, 1)).astype(jnp.float32)
-    log_p = jax.nn.log_softmax(scores)
-    entropy = jnp.sum(jnp.where(valid, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), 0.0)) / num_valid
-    assignments = num_valid * config.num_experts_per_token
+        beta = topk_beta(margins, valid, rank, layout)
+    assignments = num_valid.astype(jnp.float32) * config.num_experts_per_token
     mean = jnp.maximum(load.mean(), 1e-9)
-    return RouterStatistics(beta, entropy, load.max() / mean, load.min() / mean, drops / assignments)
+    return RouterStatistics(beta, entropy / num_valid, load.max() / mean, load.min() / mean, *(refused / assignments))

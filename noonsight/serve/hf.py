@@ -298,7 +298,7 @@ def _read_parts(folder: Path, tensors: list[Tensor], config: ModelConfig) -> dic
 
 
 def _effective(params: Params, extra: dict[str, Any]) -> dict[str, NDArray]:
-    """The router bias to store, as `model.transformer.prepare` applies it: the pending quantile's, else the leaf's."""
+    """The router bias to store, as `model.ready.prepare` applies it: the pending quantile's, else the leaf's."""
     if "pending_beta" not in extra:
         return {}
     return {"layers.router_bias": np.asarray(effective_bias(np.asarray(extra["pending_beta"], np.float32)))}

@@ -24,6 +24,7 @@ from noonsight.logbook.record import Check, Receipt, now
 from noonsight.model import attention, moe, transformer
 from noonsight.model.config import ModelConfig
 from noonsight.model.elementary import gated_norm, rotation, short_convolution
+from noonsight.model.ready import prepare
 from noonsight.serve import engine as decoding
 from noonsight.serve import hf, reference
 
@@ -176,14 +177,13 @@ def _jax_engine(folder: Path, params: Any, extra: dict[str, Any], config: ModelC
 
 def _jax_routed(params: Any, extra: dict[str, Any], tokens: Any, config: ModelConfig) -> Any:
     """Experts chosen in every layer [L, B, S, k]: the model's own block in a scan, its router asked beside it."""
-    ready, segments = transformer.prepare(params, extra, config), tokens * 0
+    ready, segments = prepare(params, extra, transformer.dropless(config)), tokens * 0
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles = rotation(positions, config.rotated_width, config.rope_theta)
     local = attention.lower_bounds(segments, config.window)
     wide = attention.lower_bounds(segments, config.global_window or tokens.shape[1])
 
-    def one_layer(x: Any, scanned: Any) -> Any:
-        layer, kind = scanned
+    def one_layer(x: Any, layer: Any, kind: Any) -> Any:
         seen = {}
 
         def convolve(site: str, given: Any, taps: Any) -> Any:
@@ -192,13 +192,12 @@ def _jax_routed(params: Any, extra: dict[str, Any], tokens: Any, config: ModelCo
 
         lower = jnp.where(kind.is_global, wide, local)
         reach = transformer.Reach(convolve, lambda q, k, v: attention.attend(q, k, v, lower, config.matmul_dtype))
-        after, _, _ = transformer.block(x, layer, kind, reach, angles, segments >= 0, config)
+        after, _, _ = transformer.block(x, layer, kind, reach, angles, segments >= 0, ready.config)
         m = gated_norm(x + seen["attn"], layer.moe_norm, layer.moe_gate, config)
         chosen = moe.route(m.reshape(-1, config.width), layer.router, layer.router_bias, config).chosen
         return after, chosen.reshape(*tokens.shape, -1)
 
-    x = transformer.embed(ready, tokens, config)
-    return jax.lax.scan(one_layer, x, (ready.layers, transformer.kinds(config)))[1]
+    return ready.scan(one_layer, transformer.embed(ready, tokens), transformer.kinds(config))[1]
 
 
 def _reference_engine(folder: Path, params: Any, extra: dict[str, Any], config: ModelConfig) -> Engine:

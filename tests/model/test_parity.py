@@ -17,7 +17,7 @@ import pytest
 from noonsight.model import attention
 from noonsight.model.exchange import EXCHANGES
 from noonsight.model.families import delphi, marin_8b
-from noonsight.model.transformer import prepare
+from noonsight.model.ready import prepare
 from tests.model import reference, tape
 from tests.model.nearness import all_close, close, precision_of, wide
 from tests.model.setting import (
@@ -84,7 +84,7 @@ def compare_piece(piece, truth, config, x, layer, cotangent, is_global=False):
 
 def piece_inputs(config):
     """A layer as the model rounds it, and rows and cotangents in the compute dtype."""
-    params = prepare(shaken_params(config), shaken_extra(config), config)
+    params = prepare(shaken_params(config), shaken_extra(config), config).everything()
     rng = np.random.default_rng(3)
     x, cotangent = (
         jnp.asarray(rng.standard_normal((*BATCH.tokens.shape, config.width)), config.compute_dtype) for _ in range(2)
@@ -179,7 +179,7 @@ def test_whole(case):
     if "fixed" in case:
         extra = fixed_choice(config)
     pending = np.asarray(extra["pending_beta"], np.float64) if extra else None
-    traced = jax.tree.map(tape.Traced, wide(prepare(params, {}, config)))
+    traced = jax.tree.map(tape.Traced, wide(prepare(params, {}, config).everything()))
     tokens, segments, weights = (np.asarray(x) for x in BATCH)
     logits, margins = reference.forward(traced, pending, tokens, segments, config)
     expected = reference.loss(logits, tokens, weights, config.z_loss_weight)
@@ -212,7 +212,7 @@ def test_logits(precision):
     tokens, segments, _ = (np.asarray(x) for x in BATCH)
     extra = EXTRA if precision == "float32" else fixed_choice(config)
     pending = np.asarray(extra["pending_beta"], np.float64)
-    expected, _ = reference.forward(wide(prepare(PARAMS, {}, config)), pending, tokens, segments, config)
+    expected, _ = reference.forward(wide(prepare(PARAMS, {}, config).everything()), pending, tokens, segments, config)
     close(logits_of(config)(PARAMS, extra, BATCH.tokens, BATCH.segments), expected, precision_of(config), "logits")
 
 

@@ -1,9 +1,9 @@
-"""Exchanges within one device, which drop nothing: `sorted_blocks` to compute with, `einsum` to check against.
+"""Exchanges that gather all experts and drop nothing: `sorted_blocks` to compute with, `einsum` to check against.
 
 `sorted_blocks` orders the assignments by expert and gives each expert whole blocks of rows, so that every block is
 one plain matrix product; the work is that of the chosen experts plus at most one partly filled block per expert.
 `einsum` runs every expert on every row and weighs the unchosen with 0: E / A times the work, no index arithmetic,
-hence the oracle.
+hence the oracle. Where the experts are split over devices, each device first gathers the banks of all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from noonsight.model import native
+from noonsight.model.exchange.way import Drops, Way
 
 BLOCK = 128  # rows of one block; measured best for 1,024 to 4,096 assignments on two cores
 
@@ -27,23 +28,24 @@ def sorted_blocks(
     chosen: Int[Array, "T A"],
     weights: Float[Array, "T A"],
     valid: Bool[Array, " T"],
-    gate: Float[Array, "E Z F"],
-    up: Float[Array, "E Z F"],
-    down: Float[Array, "E F Z"],
-    dtype: str = "float32",
-) -> tuple[Float[Array, "T Z"], Int[Array, ""]]:
-    """The contract of the package, dropless, with work in proportion to the assignments. `drops` is 0."""
-    if native.serves(dtype, x):
-        return native.experts(x, chosen, weights, valid, gate, up, down), jnp.int32(0)
+    gate: Float[Array, "e Z F"],
+    up: Float[Array, "e Z F"],
+    down: Float[Array, "e F Z"],
+    way: Way = Way(),
+) -> tuple[Float[Array, "T Z"], Drops]:
+    """The contract of the package, dropless, with work in proportion to the assignments."""
+    gate, up, down = (_all_experts(bank, way) for bank in (gate, up, down))
+    if native.serves(way.dtype, x):
+        return native.experts(x, chosen, weights, valid, gate, up, down), _no_drops()
     num_tokens, per_token = chosen.shape
     plan = _plan(chosen, valid, gate.shape[0])
     rows = _gather_rows(x, plan, per_token)
-    gated = jax.nn.silu(_products(rows, gate[plan.expert], dtype).astype(x.dtype))
-    hidden = gated * _products(rows, up[plan.expert], dtype).astype(x.dtype)
-    out = _products(hidden, down[plan.expert], dtype).reshape(-1, x.shape[1])
+    gated = jax.nn.silu(_products(rows, gate[plan.expert], way.dtype).astype(x.dtype))
+    hidden = gated * _products(rows, up[plan.expert], way.dtype).astype(x.dtype)
+    out = _products(hidden, down[plan.expert], way.dtype).reshape(-1, x.shape[1])
     back = _gather_back(out, plan, num_tokens, per_token)
     y = jnp.sum(back * weights.astype(jnp.float32)[..., None], axis=1)
-    return y.astype(x.dtype), jnp.int32(0)
+    return y.astype(x.dtype), _no_drops()
 
 
 def einsum(
@@ -51,20 +53,26 @@ def einsum(
     chosen: Int[Array, "T A"],
     weights: Float[Array, "T A"],
     valid: Bool[Array, " T"],
-    gate: Float[Array, "E Z F"],
-    up: Float[Array, "E Z F"],
-    down: Float[Array, "E F Z"],
-    dtype: str = "float32",
-) -> tuple[Float[Array, "T Z"], Int[Array, ""]]:
-    """The contract of the package by running all experts on all rows: O(T E) work, for tests and tiny models.
-
-    `drops` is 0.
-    """
-    x, gate, up, down = (leaf.astype(dtype).astype(x.dtype) for leaf in (x, gate, up, down))
+    gate: Float[Array, "e Z F"],
+    up: Float[Array, "e Z F"],
+    down: Float[Array, "e F Z"],
+    way: Way = Way(),
+) -> tuple[Float[Array, "T Z"], Drops]:
+    """The contract of the package by running all experts on all rows: O(T E) work, for tests and tiny models."""
+    gate, up, down = (_all_experts(bank, way) for bank in (gate, up, down))
+    x, gate, up, down = (leaf.astype(way.dtype).astype(x.dtype) for leaf in (x, gate, up, down))
     sent = weights.astype(jnp.float32) * valid[:, None]
     share = jnp.sum(jax.nn.one_hot(chosen, gate.shape[0]) * sent[..., None], axis=1)
     hidden = jax.nn.silu(_dot("tz,ezf->tef", x, gate).astype(x.dtype)) * _dot("tz,ezf->tef", x, up).astype(x.dtype)
-    return _dot("tef,efz,te->tz", hidden, down, share).astype(x.dtype), jnp.int32(0)
+    return _dot("tef,efz,te->tz", hidden, down, share).astype(x.dtype), _no_drops()
+
+
+def _all_experts(bank: Float[Array, "e p q"], way: Way) -> Float[Array, "E p q"]:
+    return bank if way.axis is None else jax.lax.all_gather(bank, way.axis, axis=0, tiled=True)
+
+
+def _no_drops() -> Drops:
+    return Drops(jnp.int32(0), jnp.int32(0))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
