@@ -8,7 +8,9 @@ device is the mesh of all ones. Source of the assignment: Marin, #8435 (FSDP for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -81,3 +83,17 @@ def param_specs(config: ModelConfig) -> Params:
 def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
     """The same as shardings of a mesh, for `jax.jit(..., out_shardings=...)` and `jax.device_put`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one device's code reaches the others. Without a mesh every question is answered by the device itself."""
+
+    mesh: Mesh | None = None
+
+    def size(self, *axes: str) -> int:
+        """The product of the sizes of mesh axes; 1 without a mesh."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+ALONE = Layout()
