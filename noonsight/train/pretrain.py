@@ -53,8 +53,7 @@ def pretrain(
     layout: Layout = ALONE,
     moments_on_host: bool = False,
 ) -> Artifact:
-    """Train `program` on `batch(0) .. batch(num_steps - 1)` in the folder `out`, owned by `claim`; call it from
-    `recover.work`.
+    """Train `program` on batches 0 .. num_steps - 1 in the folder `out`, owned by `claim`; call it from `recover.work`.
 
     `flops_per_token`: model FLOPs of forward and backward for one token. `table`: which leaf belongs to which
     optimiser group, kept filled in as `tables/optimizer.json`. `layout` (that of the program), `moments_on_host`: where
@@ -78,8 +77,9 @@ def pretrain(
     with checkpoint.Saver(out, claim, attempt=writer.attempt, on_saved=_recorder(writer)) as saver:
         if first < config.num_steps:
             journal.beat(first, "compile")
+            made = make_train_step(program, optimizer, shardings)
             with stop.may_interrupt():
-                train_step = _compile(make_train_step(program, optimizer, shardings), state, batch(first), writer, config)
+                train_step = _compile(made, state, batch(first), writer, config)
             journal.restart_clock()
             state = run_loop(
                 state,

@@ -1,4 +1,4 @@
-"""The optimiser and its state over a mesh: eight virtual devices give what one gives, and none holds what is not its part.
+"""The optimiser and its state over a mesh: eight virtual devices give what one gives, and each holds its part only.
 
 The program here has no model: its gradient is its batch, so that what is compared is the optimiser alone.
 """
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from noonsight.logbook import read
@@ -272,6 +272,7 @@ def test_norms_per_matrix_are_those_of_whole_matrices(monkeypatch):
     assert fails(check, got, {**each, "layers.expert_up": (-3, -2, -1)})
 
     whole = muon.norm
-    copies = jax.shard_map(lambda: jax.lax.psum(1.0, "replica"), mesh=EIGHT.mesh, in_specs=(), out_specs=SPECS["embed"])
+    everywhere = PartitionSpec()
+    copies = jax.shard_map(lambda: jax.lax.psum(1.0, "replica"), mesh=EIGHT.mesh, in_specs=(), out_specs=everywhere)
     monkeypatch.setattr(muon, "norm", lambda x, axes: whole(x, axes) * jnp.sqrt(copies()))  # once per rack: #8073
     assert fails(check, updates(), each)
