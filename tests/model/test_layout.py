@@ -21,7 +21,7 @@ from noonsight.model.families import delphi
 from noonsight.model.layout import ALONE, TOKENS
 from noonsight.model.moe import histogram_beta, moe, topk_beta
 from noonsight.model.transformer import dropless, make_program, token_losses
-from tests.model.nearness import BOUNDS, close, precision_of
+from tests.model.nearness import BOUNDS, SLACK, close, precision_of
 from tests.model.reference import layer_of
 from tests.model.setting import PRECISIONS, compiled, dense_config, shaken_params
 from tests.model.spread import alone, arrays_of, documents, errors, over, small_config, spread
@@ -57,9 +57,10 @@ def test_a_mesh_computes_what_one_device_does(case):
     _, config, accumulation = CASES[case]
     found, expected = found_in(case), expected_in(case)
     worst = errors(found, expected, config, accumulation)
-    bound = BOUNDS[precision_of(config)][0]
+    precision = precision_of(config)
+    bound = SLACK[precision] * BOUNDS[precision][0]
     assert {name: error for name, error in worst.items() if not error <= bound} == {}
-    if config.balance == "histogram" and accumulation == 1 and precision_of(config) == "float32":
+    if config.balance == "histogram" and accumulation == 1 and precision == "float32":
         pending, true = (np.asarray(one[0][1]["next"]["pending_beta"]) for one in (found, expected))
         assert np.abs(pending - true).max() < 1e-3  # a margin on the edge of a bin may fall to its other side
 
