@@ -77,8 +77,8 @@ class ModelConfig:
     dense_width: int
     balance: Literal["histogram", "topk", "none"]
     balance_bins: int  # of the histogram
-    exchange: Literal["sorted", "einsum"]
-    capacity_factor: float | None  # None: no assignment is ever dropped
+    exchange: Literal["sorted", "einsum", "ring", "fixed", "pooled", "ragged", "waterfill"]  # `model/exchange`
+    capacity_factor: float | None  # room for assignments over their mean; None: for all, none is ever dropped
     # Loss, initialisation, numerics
     z_loss_weight: float
     init_scale: float  # initial standard deviation times sqrt(width)
@@ -212,10 +212,12 @@ def _check_attention(config: ModelConfig) -> None:
 
 
 def _check_experts(config: ModelConfig) -> None:
+    factor, dropless = config.capacity_factor, config.exchange in ("sorted", "einsum")
     _require(
-        config.capacity_factor is None,
-        f"capacity_factor is {config.capacity_factor}, but exchange {config.exchange!r} drops nothing; use None",
+        factor is None or not dropless,
+        f"capacity_factor is {factor}, but exchange {config.exchange!r} drops nothing; use None",
     )
+    _require(factor is None or factor > 0, f"capacity_factor is {factor}; it is a part of the mean load, such as 1.15")
     if not config.is_moe:
         _require(
             config.dense_width > 0, "num_experts is 0 and dense_width is 0: the model has no MLP; give one of them"

@@ -54,8 +54,10 @@ HERO_LADDER: dict[int, tuple[int, int | None, int | None]] = {
 
 
 def hero() -> ModelConfig:
-    """The 535B-A23B mixture of experts (Marin, #8435), in the published form: bf16 compute, every block recomputed."""
-    return hero_ladder(6144)
+    """The 535B-A23B mixture of experts (Marin, #8435), in the published form: bf16 compute, every block recomputed, and
+    the ragged exchange, which it has used since step 81,716.
+    """
+    return replace(hero_ladder(6144), exchange="ragged", capacity_factor=1.15)
 
 
 def hero_ladder(width: int) -> ModelConfig:
@@ -117,7 +119,7 @@ def miniature(width: int, num_layers: int, vocab_size: int) -> ModelConfig:
     _require_multiple("miniature", width, 8)
     local, global_ = hero_kv_heads(width // 8)
     return replace(
-        hero(),
+        hero_ladder(6144),
         vocab_size=vocab_size,
         width=width,
         num_layers=num_layers,
@@ -176,7 +178,7 @@ def snowball() -> ModelConfig:
     key offset of its wide layers, which has no parameters and no counted FLOPs.
     """
     return replace(
-        hero(),
+        hero_ladder(6144),
         width=2560,
         num_layers=26,
         sequence_length=8192,
@@ -292,7 +294,7 @@ def _llama(*, width: int, num_layers: int, num_heads: int, num_kv_heads: int) ->
     the whole sequence, however long; `window` means nothing here.
     """
     return replace(
-        hero(),
+        hero_ladder(6144),
         width=width,
         num_layers=num_layers,
         num_heads=num_heads,

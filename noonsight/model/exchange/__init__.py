@@ -12,8 +12,9 @@ weights of its token's other experts are not renormalised (Marin, #8435).
 from __future__ import annotations
 
 from noonsight.model.exchange.dense import einsum, sorted_blocks
+from noonsight.model.exchange.ragged import ragged
 from noonsight.model.exchange.way import Drops, Way
 
 __all__ = ["EXCHANGES", "Drops", "Way"]
 
-EXCHANGES = {"sorted": sorted_blocks, "einsum": einsum}
+EXCHANGES = {"sorted": sorted_blocks, "einsum": einsum, "ragged": ragged}

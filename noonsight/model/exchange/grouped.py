@@ -1,0 +1,163 @@
+"""Products of rows with the matrix of their group: the one place where experts multiply after an exchange.
+
+Rows of a group stand together, groups in order; rows behind the last group belong to none. What they hold is never
+read, not even times zero, and their results are 0: receive buffers come uninitialised (F5). The groups need no
+alignment, in the backward pass neither (F4).
+
+Per platform: on GPU a Pallas kernel below, elsewhere `jax.lax.ragged_dot`. The platform is that of the program, which
+need not be that of the process: a rehearsal compiles for GPUs where there is none.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+ROW_BLOCK = 128  # rows of one program of the kernel
+BLOCK = 64  # of the other two dims, at most
+LEAST_BLOCK = 16  # what a matrix unit takes; dims that are no multiple of it go another way
+TRITON = triton.CompilerParams(num_warps=4, num_stages=3)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_product(
+    rows: Float[Array, "R p"], bank: Float[Array, "g p q"], sizes: Int[Array, " g"], dtype: str
+) -> Float[Array, "R q"]:
+    """rows[r] @ bank[group of r], inputs rounded to `dtype`, sums in float32, in the dtype of `rows`."""
+    rounded = rows.astype(dtype), bank.astype(dtype)
+    return _for_platform(_products, _ragged_products, *rounded, sizes).astype(rows.dtype)
+
+
+def _forward(rows, bank, sizes, dtype):
+    return grouped_product(rows, bank, sizes, dtype), (rows, bank, sizes)
+
+
+def _backward(dtype, saved, cotangent):
+    rows, bank, sizes = saved
+    slope = cotangent.astype(dtype)
+    d_rows = _for_platform(
+        partial(_products, transposed=True),
+        partial(_ragged_products, transposed=True),
+        slope,
+        bank.astype(dtype),
+        sizes,
+    )
+    d_bank = _for_platform(_outer_products, _ragged_outer_products, rows.astype(dtype), slope, sizes)
+    return d_rows.astype(rows.dtype), d_bank.astype(bank.dtype), None
+
+
+grouped_product.defvjp(_forward, _backward)
+
+
+def grouped_swiglu(
+    rows: Float[Array, "R Z"],
+    gate: Float[Array, "g Z F"],
+    up: Float[Array, "g Z F"],
+    down: Float[Array, "g F Z"],
+    sizes: Int[Array, " g"],
+    dtype: str,
+) -> Float[Array, "R Z"]:
+    """Each row through the SwiGLU of its group, in the dtype of `rows`."""
+    hidden = jax.nn.silu(grouped_product(rows, gate, sizes, dtype)) * grouped_product(rows, up, sizes, dtype)
+    return grouped_product(hidden, down, sizes, dtype)
+
+
+def _for_platform(on_gpu, elsewhere, left, right, sizes):
+    dims = (left.shape[1], *right.shape[1:])
+    if any(dim % LEAST_BLOCK for dim in dims):
+        return elsewhere(left, right, sizes)
+    return jax.lax.platform_dependent(left, right, sizes, cuda=on_gpu, default=elsewhere)
+
+
+def _ragged_products(rows, bank, sizes, transposed=False):
+    bank = jnp.swapaxes(bank, 1, 2) if transposed else bank
+    return jax.lax.ragged_dot(rows, bank, sizes, preferred_element_type=jnp.float32).astype(rows.dtype)
+
+
+def _ragged_outer_products(rows, slope, sizes):
+    contract_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    return jax.lax.ragged_dot_general(rows, slope, sizes, contract_rows, preferred_element_type=jnp.float32)
+
+
+# The GPU's kernels
+
+
+def _products(rows, bank, sizes, transposed=False, interpret=False):
+    """A program makes ROW_BLOCK x BLOCK results; it adds, for each group that reaches into its rows, the product of
+    those rows with the group's matrix, the others masked.
+    """
+    num_rows, inner = rows.shape
+    num_groups, outer = bank.shape[0], bank.shape[1 if transposed else 2]
+    k_block, n_block = _block(inner), _block(outer)
+
+    def kernel(bounds_ref, rows_ref, bank_ref, out_ref):
+        first, column = pl.program_id(0) * ROW_BLOCK, pl.ds(pl.program_id(1) * n_block, n_block)
+        here, row = pl.ds(first, ROW_BLOCK), first + jnp.arange(ROW_BLOCK)
+
+        def add_group(group, total):
+            start, end = bounds_ref[group], bounds_ref[group + 1]
+            mine = (row >= start) & (row < end)
+            reaches = (start < first + ROW_BLOCK) & (end > first) & (end > start)
+
+            def add_block(k, total):
+                depth = pl.ds(k * k_block, k_block)
+                left = triton.load(rows_ref.at[here, depth], mask=mine[:, None], other=0)
+                right = bank_ref[group, column, depth] if transposed else bank_ref[group, depth, column]
+                return total + triton.dot(left, right, trans_b=transposed, allow_tf32=False)
+
+            depth = jnp.where(reaches, jnp.int32(inner // k_block), jnp.int32(0))
+            return jax.lax.fori_loop(jnp.int32(0), depth, add_block, total)
+
+        total = jnp.zeros((ROW_BLOCK, n_block), jnp.float32)
+        total = jax.lax.fori_loop(0, num_groups, add_group, total)
+        triton.store(out_ref.at[here, column], total.astype(out_ref.dtype), mask=(row < num_rows)[:, None])
+
+    grid = (pl.cdiv(num_rows, ROW_BLOCK), outer // n_block)
+    shape = jax.ShapeDtypeStruct((num_rows, outer), rows.dtype)
+    return pl.pallas_call(kernel, grid=grid, out_shape=shape, compiler_params=TRITON, interpret=interpret)(
+        _bounds(sizes), rows, bank
+    )
+
+
+def _outer_products(rows, slope, sizes, interpret=False):
+    """out[g] = rows of g, transposed, times slope of g: a program makes one block of one group's matrix."""
+    inner, outer = rows.shape[1], slope.shape[1]
+    k_block, n_block = _block(inner), _block(outer)
+
+    def kernel(bounds_ref, rows_ref, slope_ref, out_ref):
+        group = pl.program_id(0)
+        depth = pl.ds(pl.program_id(1) * k_block, k_block)
+        column = pl.ds(pl.program_id(2) * n_block, n_block)
+        start, end = bounds_ref[group], bounds_ref[group + 1]
+
+        def add_rows(block, total):
+            row = block * ROW_BLOCK + jnp.arange(ROW_BLOCK)
+            mine, here = ((row >= start) & (row < end))[:, None], pl.ds(block * ROW_BLOCK, ROW_BLOCK)
+            left = triton.load(rows_ref.at[here, depth], mask=mine, other=0)
+            right = triton.load(slope_ref.at[here, column], mask=mine, other=0)
+            return total + triton.dot(left, right, trans_a=True, allow_tf32=False)
+
+        total = jnp.zeros((k_block, n_block), jnp.float32)
+        blocks = start // ROW_BLOCK, jnp.where(end > start, pl.cdiv(end, ROW_BLOCK), 0)
+        out_ref[group, depth, column] = jax.lax.fori_loop(*blocks, add_rows, total)
+
+    shape = jax.ShapeDtypeStruct((len(sizes), inner, outer), jnp.float32)
+    grid = (len(sizes), inner // k_block, outer // n_block)
+    return pl.pallas_call(kernel, grid=grid, out_shape=shape, compiler_params=TRITON, interpret=interpret)(
+        _bounds(sizes), rows, slope
+    )
+
+
+def _bounds(sizes):
+    """Where each group starts, and where the last one ends."""
+    return jnp.concatenate([jnp.zeros(1, sizes.dtype), jnp.cumsum(sizes)])
+
+
+def _block(size):
+    """The largest power of two up to BLOCK that divides `size`."""
+    return min(BLOCK, size & -size)
