@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from noonsight.model.layout import SPECS
 from noonsight.train.config import OptimizerConfig
 
 Group = Literal["adam", "adamh", "muonh", "adamw", "muon"]
@@ -158,3 +160,17 @@ def by_path(tree: Any) -> Leaves:
 def like(tree: Any, leaves: Leaves) -> Any:
     """A pytree shaped like `tree` with the leaves of `leaves` (path -> array)."""
     return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in by_path(tree)])
+
+
+def spec_of(path: str) -> PartitionSpec:
+    """How the parameter at `path` is split over a mesh, and with it its gradient and its moments.
+
+    Raises ValueError for a parameter without a line in the table of the layout.
+    """
+    name = path.removeprefix("layers.")
+    if name not in SPECS:
+        raise ValueError(
+            f"parameter {path!r} has no place on a mesh: name it in SPECS of noonsight/model/layout.py, "
+            "or train on one device"
+        )
+    return SPECS[name]

@@ -6,6 +6,9 @@
 A matrix under the hyperball turns on a sphere, so the rate is an angle and a recipe carries from small models to big
 ones. Both come as optax transformations: `orthogonalize` is plain Muon's, `turn` makes an H of Muon or Adam.
 
+On a mesh Newton-Schulz is the one part that needs a whole matrix at once: `shared_newton_schulz` gives each matrix to
+one device. The hyperball needs sums only, over arrays whose split is pinned.
+
 Sources: Muon (Jordan et al. 2024), Marin issues #8435, #8621, #8073.
 """
 
@@ -18,9 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from noonsight.model import native
-from noonsight.train.groups import Rule, by_path, like
+from noonsight.model.layout import ALONE, FSDP, Layout
+from noonsight.train.groups import Rule, by_path, like, spec_of
 
 NEWTON_SCHULZ_TRIPLES = (
     (4.0848, -6.8946, 2.9270),
@@ -34,20 +39,25 @@ reversed, into [0.027, 1.273].
 """
 
 
-def orthogonalize(dtype: str, *, scaled: bool = False) -> optax.GradientTransformation:
+def orthogonalize(dtype: str, *, scaled: bool = False, layout: Layout = ALONE) -> optax.GradientTransformation:
     """Each matrix of each leaf replaced by its orthogonal factor. `scaled`: times sqrt(max(1, fan_out / fan_in)), as
     plain Muon wants it; under the hyperball that is one number per leaf, which cancels.
     """
 
-    def orthogonal(u: jax.Array) -> jax.Array:
+    def orthogonal(path: str, u: jax.Array) -> jax.Array:
         fan_in, fan_out = u.shape[-2:]  # matrices act on the right: x W
-        return newton_schulz(u, dtype) * (math.sqrt(max(1.0, fan_out / fan_in)) if scaled else 1.0)
+        alone = layout.mesh is None
+        factor = newton_schulz(u, dtype) if alone else shared_newton_schulz(u, dtype, layout, spec_of(path))
+        return factor * (math.sqrt(max(1.0, fan_out / fan_in)) if scaled else 1.0)
 
-    return optax.stateless(lambda updates, params: jax.tree.map(orthogonal, updates))
+    def update(updates: Any, params: Any) -> Any:
+        return like(updates, {path: orthogonal(path, u) for path, u in by_path(updates).items()})
+
+    return optax.stateless(update)
 
 
 def turn(
-    rules: Mapping[str, Rule], rate: Callable[[Any], jax.Array], *, pooled: bool
+    rules: Mapping[str, Rule], rate: Callable[[Any], jax.Array], *, pooled: bool, layout: Layout = ALONE
 ) -> optax.GradientTransformationExtraArgs:
     """Directions to updates on the hyperball, at `rate(step)`; `pooled`: a bank of experts has one norm per layer."""
 
@@ -56,10 +66,54 @@ def turn(
         updates = {}
         for path, direction in by_path(directions).items():
             axes = (-3, -2, -1) if pooled and rules[path].experts else (-2, -1)
-            updates[path] = hyperball(weights[path], direction, lr, axes=axes)
+            weight, direction = (pinned(x, layout, path) for x in (weights[path], direction))
+            updates[path] = hyperball(weight, direction, lr, axes=axes)
         return like(directions, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def pinned(x: jax.Array, layout: Layout, path: str) -> jax.Array:
+    """`x`, on a mesh held in the split of the parameter at `path`: a sum over it then adds each part exactly once."""
+    if layout.mesh is None or x.ndim == 0:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec_of(path)))
+
+
+def shared_newton_schulz(matrices: jax.Array, dtype: str, layout: Layout, spec: PartitionSpec) -> jax.Array:
+    """`newton_schulz` of an array split by `spec` over the layout's mesh: each matrix is made on one device of a rack.
+
+    The devices that hold parts of the same matrices share them out: each sends its part of a matrix to the one that
+    makes it (all-to-all) and gets its part of the result back, so that none ever holds the whole stack. Where the split
+    leaves whole matrices on several devices (small leaves are replicated) these too share the stack, and gather the
+    results. It is padded with zeros to a multiple of the sharers. Experts stay where they are, a matrix alone is made
+    by all who have it, and every rack does the same (Marin, issue #8435).
+    """
+    names = [_split_axes(entry, layout) for entry in (*spec, *[None] * (matrices.ndim - len(spec)))]
+    splits = [(dim, axes) for dim, axes in zip((1, 2), names[-2:]) if axes]
+    idle = tuple(axis for axis in FSDP if layout.size(axis) > 1 and axis not in sum(names, ()))
+    idle = idle if matrices.ndim > 2 else ()
+    sharers = layout.size(*idle, *(axis for _, axes in splits for axis in axes))
+
+    def local(part: jax.Array) -> jax.Array:
+        if sharers == 1:
+            return newton_schulz(part, dtype)
+        stack = part.reshape(-1, *part.shape[-2:])
+        count = len(stack)
+        stack = jnp.pad(stack, ((0, -count % sharers), (0, 0), (0, 0)))
+        for dim, axes in splits:
+            stack = jax.lax.all_to_all(stack, axes, 0, dim, tiled=True)
+        if idle:
+            share = len(stack) // layout.size(*idle)
+            stack = jax.lax.dynamic_slice_in_dim(stack, jax.lax.axis_index(idle) * share, share)
+        stack = newton_schulz(stack, dtype)
+        if idle:
+            stack = jax.lax.all_gather(stack, idle, tiled=True)
+        for dim, axes in reversed(splits):
+            stack = jax.lax.all_to_all(stack, axes, dim, 0, tiled=True)
+        return stack[:count].reshape(part.shape)
+
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(matrices)
 
 
 def newton_schulz(matrices: jax.Array, dtype: str = "bfloat16") -> jax.Array:
@@ -129,3 +183,9 @@ def _iterate(matrices: jax.Array, dtype: str) -> jax.Array:
     triples = jnp.array(NEWTON_SCHULZ_TRIPLES, jnp.float32)
     x, _ = jax.lax.scan(once, x, triples)  # a loop, because it compiles in less than half the time
     return jnp.swapaxes(x, -1, -2) if tall else x
+
+
+def _split_axes(entry: str | tuple[str, ...] | None, layout: Layout) -> tuple[str, ...]:
+    """The mesh axes over which one dim is really split."""
+    axes = (entry,) if isinstance(entry, str) else entry or ()
+    return tuple(axis for axis in axes if layout.size(axis) > 1)

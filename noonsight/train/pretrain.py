@@ -22,13 +22,14 @@ from noonsight.logbook.claim import Claim
 from noonsight.logbook.record import Artifact, Placement, encode
 from noonsight.logbook.write import Writer, write_atomic
 from noonsight.model import native
+from noonsight.model.layout import ALONE, Layout
 from noonsight.train import checkpoint
 from noonsight.train.config import PretrainConfig
 from noonsight.train.groups import HERO_TABLE, Rule, describe
 from noonsight.train.loop import Evaluate, Journal, StopSignal, run_loop
-from noonsight.train.optim import make_optimizer
+from noonsight.train.optim import Optimizer, make_optimizer
 from noonsight.train.recover import Faults
-from noonsight.train.step import State, compile_step, init_state, make_train_step, params_hash
+from noonsight.train.step import State, compile_step, init_state, make_train_step, params_hash, state_shardings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,14 +50,16 @@ def pretrain(
     *,
     flops_per_token: float | None = None,
     table: Mapping[str, Rule] = HERO_TABLE,
+    layout: Layout = ALONE,
+    moments_on_host: bool = False,
 ) -> Artifact:
-    """Train `program` on `batch(0) .. batch(num_steps - 1)` in the folder `out`, owned by `claim`; call it from
-    `recover.work`.
+    """Train `program` on batches 0 .. num_steps - 1 in the folder `out`, owned by `claim`; call it from `recover.work`.
 
     `flops_per_token`: model FLOPs of forward and backward for one token. `table`: which leaf belongs to which
-    optimiser group, kept filled in as `tables/optimizer.json`. Facts: num_steps, tokens, seconds (of the steps on the surviving line), tokens_per_s, final_loss,
-    `eval` values of the final state, params_hash, checkpoint, train_flops where known. Raises what `run_loop`
-    raises, and NoValidCheckpoint.
+    optimiser group, kept filled in as `tables/optimizer.json`. `layout` (that of the program), `moments_on_host`: where
+    the state lies, never what it is. Facts: num_steps, tokens, seconds (of the steps on the surviving line),
+    tokens_per_s, final_loss, `eval` values of the final state, params_hash, checkpoint, train_flops where known. Raises
+    what `run_loop` raises, and NoValidCheckpoint.
     """
     stop = StopSignal()
     stop.listen()
@@ -64,20 +67,19 @@ def pretrain(
     journal = Journal(out, writer, config, flops_per_token)
     journal.beat(0, "start")
     keep_compilations(out)
-
     _, key = jax.random.split(jax.random.key(config.seed))  # (data, model), as the hero splits them
-    shapes = jax.eval_shape(program.init, key)[0]
-    optimizer = make_optimizer(config.optimizer, shapes, num_steps=config.num_steps, table=table)
-    write_table(out, "optimizer", describe(config.optimizer, shapes, table))
-    state = initial_or_restored(lambda: init_state(program, optimizer, key), out, writer)
+    optimizer = _optimizer(config, program, key, out, table, layout)
+    shardings = _lay_out(program, optimizer, layout, moments_on_host)
+    state = initial_or_restored(lambda: init_state(program, optimizer, key), out, writer, shardings)
     first = int(state.step)
     evaluated = carry_evaluations(out, writer, first)
 
     with checkpoint.Saver(out, claim, attempt=writer.attempt, on_saved=_recorder(writer)) as saver:
         if first < config.num_steps:
             journal.beat(first, "compile")
+            made = make_train_step(program, optimizer, shardings)
             with stop.may_interrupt():
-                train_step = _compile(make_train_step(program, optimizer), state, batch(first), writer, config)
+                train_step = _compile(made, state, batch(first), writer, config)
             journal.restart_clock()
             state = run_loop(
                 state,
@@ -99,11 +101,31 @@ def pretrain(
     return Artifact(facts=_facts(config, state, evaluated, out, flops_per_token))
 
 
-def initial_or_restored(init: Callable[[], State], out: Path, writer: Writer) -> State:
-    """The newest state of `out` that verifies, or a fresh one where none was ever completed. Raises NoValidCheckpoint."""
+def _optimizer(
+    config: PretrainConfig, program: Program, key: jax.Array, out: Path, table: Mapping[str, Rule], layout: Layout
+) -> Optimizer:
+    """The run's optimiser; its groups are kept as a table."""
+    shapes = jax.eval_shape(program.init, key)[0]
+    optimizer = make_optimizer(config.optimizer, shapes, num_steps=config.num_steps, table=table, layout=layout)
+    write_table(out, "optimizer", describe(config.optimizer, shapes, table))
+    return optimizer
+
+
+def _lay_out(program: Program, optimizer: Optimizer, layout: Layout, moments_on_host: bool) -> State | None:
+    """The state's shardings; None where there is nothing to choose."""
+    if layout.mesh is None and not moments_on_host:
+        return None
+    return state_shardings(program, optimizer, layout, host=moments_on_host)
+
+
+def initial_or_restored(init: Callable[[], State], out: Path, writer: Writer, shardings: State | None = None) -> State:
+    """The newest state of `out` that verifies, or a fresh one where none was ever completed, laid out in `shardings`.
+
+    A state that another mesh kept is the same state. Raises NoValidCheckpoint.
+    """
     found = checkpoint.newest(out)
     if found is None:
-        return jax.jit(init)()
+        return jax.jit(init, out_shardings=shardings)()
     for reason in found.rejected:
         writer.event(
             "checkpoint-rejected",
@@ -111,7 +133,12 @@ def initial_or_restored(init: Callable[[], State], out: Path, writer: Writer) ->
             cause="corrupt checkpoint",
             step=found.manifest.step,
         )
-    state = checkpoint.restore(found.path, jax.eval_shape(init))
+    target = jax.eval_shape(init)
+    if shardings is not None:
+        target = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), target, shardings
+        )
+    state = checkpoint.restore(found.path, target)
     writer.event("restored", f"Went on from {found.path.name}, saved at {found.manifest.at}.", step=found.manifest.step)
     return state
 

@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from noonsight.train.groups import by_path
-from noonsight.train.optim import Optimizer
+from noonsight.model.layout import AXES, Layout
+from noonsight.train.groups import by_path, like, spec_of
+from noonsight.train.optim import Optimizer, moments_of
 
 if TYPE_CHECKING:
     from noonsight.model.program import Program
@@ -48,8 +50,32 @@ def init_state(program: Program, optimizer: Optimizer, key: jax.Array) -> State:
     return State(params, optimizer.init(params), extra, jnp.zeros((), jnp.int32), skipped)
 
 
-def make_train_step(program: Program, optimizer: Optimizer) -> Callable[[State, Any], tuple[State, Measured]]:
-    """`train_step(state, batch) -> (state, metrics)`, jitted with the state donated. Metrics are f32 scalars:
+def state_shardings(program: Program, optimizer: Optimizer, layout: Layout, *, host: bool) -> State:
+    """Where each leaf of the state lies, as a State of shardings.
+
+    Parameters as the table of the layout says, moments as their parameter and with `host` in the memory kind
+    pinned_host, all else on every device. Without a mesh: on the first device. Raises ValueError when the mesh does not
+    divide a parameter, naming it.
+    """
+    shapes = jax.eval_shape(lambda: init_state(program, optimizer, jax.random.key(0)))
+    _require_division(shapes.params, layout)
+
+    def placed(tree: Any, kind: str | None = None) -> Any:
+        return like(tree, {path: _sharding(layout, path, kind) for path in by_path(tree)})
+
+    def whole(_: Any) -> Sharding:
+        return _sharding(layout, None)
+
+    opt = moments_of(optimizer, shapes.opt, lambda tree: placed(tree, "pinned_host" if host else None), whole)
+    rest = jax.tree.map(whole, (shapes.extra, shapes.step, shapes.skipped))
+    return State(placed(shapes.params), opt, *rest)
+
+
+def make_train_step(
+    program: Program, optimizer: Optimizer, shardings: State | None = None
+) -> Callable[[State, Any], tuple[State, Measured]]:
+    """`train_step(state, batch) -> (state, metrics)`, jitted with the state donated, which comes and goes in `shardings`
+    (those of `state_shardings`) or, without them, stays as it lies. Metrics are f32 scalars:
 
     those of the program, `loss`, `finite` (1 when loss and gradient are), `norm/grad`, `norm/param`, and per optimiser
     group `norm/grad/G`, `norm/param/G` (after the step) and `rate/G`; of the group `adam` also `norm/update/G` and
@@ -58,15 +84,19 @@ def make_train_step(program: Program, optimizer: Optimizer) -> Callable[[State, 
 
     def train_step(state: State, batch: Any) -> tuple[State, Measured]:
         (loss, aux), grads = jax.value_and_grad(program.loss, has_aux=True)(state.params, state.extra, batch)
-        updates, opt = optimizer.update(grads, state.opt, state.params, step=state.step)
-        params = jax.tree.map(jnp.add, state.params, updates)
+        if shardings is not None:  # a norm over it adds each part once
+            grads = jax.lax.with_sharding_constraint(grads, shardings.params)
+        params, updates, opt = optimizer.apply(grads, state.opt, state.params, step=state.step)
         after = State(params, opt, program.after_step(state.extra, aux), state.step + 1, state.skipped)
         measured = dict(aux["metrics"]) | _measure(optimizer, state.step, grads, params, updates)
         measured["loss"] = loss
         measured["finite"] = jnp.isfinite(loss) & jnp.isfinite(measured["norm/grad"])
         return after, {name: jnp.asarray(value, jnp.float32) for name, value in measured.items()}
 
-    return jax.jit(train_step, donate_argnums=0)
+    if shardings is None:
+        return jax.jit(train_step, donate_argnums=0)
+    after = (shardings, shardings.step)  # metrics lie as the step number: on every device
+    return jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, None), out_shardings=after)
 
 
 def compile_step(
@@ -101,6 +131,30 @@ def params_hash(params: Any) -> str:
         digest.update(f"{path} {array.dtype} {array.shape}\n".encode())
         digest.update(array.reshape(-1).view(np.uint8))
     return digest.hexdigest()
+
+
+def _sharding(layout: Layout, path: str | None, kind: str | None = None) -> Sharding:
+    """Of the parameter at `path`, or of what is whole on every device."""
+    if layout.mesh is None:
+        return SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+    return NamedSharding(layout.mesh, spec_of(path) if path else PartitionSpec(), memory_kind=kind)
+
+
+def _require_division(params: Any, layout: Layout) -> None:
+    if layout.mesh is None:
+        return
+    faults = []
+    for path, leaf in by_path(params).items():
+        for size, names in zip(leaf.shape, spec_of(path)):
+            axes = (names,) if isinstance(names, str) else names or ()
+            if size % layout.size(*axes):
+                faults.append(f"{path} {tuple(leaf.shape)}: {size} over {layout.size(*axes)} ({' x '.join(axes)})")
+    if faults:
+        sizes = " x ".join(f"{axis} {layout.size(axis)}" for axis in AXES if layout.size(axis) > 1)
+        raise ValueError(
+            f"the mesh {sizes} does not divide {len(faults)} parameters: {'; '.join(faults[:4])}. "
+            "Choose sizes of the mesh that divide these dims, or another width of the model."
+        )
 
 
 def _same(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
