@@ -22,6 +22,12 @@ from noonsight.model.layout import ALONE, Layout
 from noonsight.model.moe import effective_bias
 from noonsight.model.params import Params, is_precise, leaf_name
 
+UNROLLED = 8
+"""Layers of one turn of the scan where all of a layer is kept for its gradient: what is kept then stays where it is and
+is not copied into a stack and out again, 5 to 17 % of a step on two cores. Recomputed layers keep little and gain
+nothing.
+"""
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -46,7 +52,8 @@ class Ready:
             layer, *rest = sliced
             return one_layer(x, self._used(layer, GetAttrKey("layers")), *rest)
 
-        return jax.lax.scan(_rematerialised(step, remat), x, (self.stored.layers, *scanned))
+        unroll = UNROLLED if remat == "none" else 1
+        return jax.lax.scan(_rematerialised(step, remat), x, (self.stored.layers, *scanned), unroll=unroll)
 
     def everything(self) -> Params:
         """The whole tree at once, for models that are small."""

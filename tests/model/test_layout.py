@@ -21,7 +21,7 @@ from noonsight.model.families import delphi
 from noonsight.model.layout import ALONE, TOKENS
 from noonsight.model.moe import histogram_beta, moe, topk_beta
 from noonsight.model.transformer import dropless, make_program, token_losses
-from tests.model.nearness import BOUNDS, close, precision_of
+from tests.model.nearness import BOUNDS, SLACK, close, precision_of
 from tests.model.reference import layer_of
 from tests.model.setting import PRECISIONS, compiled, dense_config, shaken_params
 from tests.model.spread import alone, arrays_of, documents, errors, over, small_config, spread
@@ -57,16 +57,19 @@ def test_a_mesh_computes_what_one_device_does(case):
     _, config, accumulation = CASES[case]
     found, expected = found_in(case), expected_in(case)
     worst = errors(found, expected, config, accumulation)
-    bound = BOUNDS[precision_of(config)][0]
+    precision = precision_of(config)
+    bound = SLACK[precision] * BOUNDS[precision][0]
     assert {name: error for name, error in worst.items() if not error <= bound} == {}
-    if config.balance == "histogram" and accumulation == 1 and precision_of(config) == "float32":
+    if config.balance == "histogram" and accumulation == 1 and precision == "float32":
         pending, true = (np.asarray(one[0][1]["next"]["pending_beta"]) for one in (found, expected))
         assert np.abs(pending - true).max() < 1e-3  # a margin on the edge of a bin may fall to its other side
 
 
 def test_gradients_lie_where_their_parameters_do():
     gradient = found_in("dp")[1].layers
-    of_device = {name: getattr(gradient, name).addressable_shards[0].data.shape for name in ("wq", "expert_up", "router")}
+    of_device = {
+        name: getattr(gradient, name).addressable_shards[0].data.shape for name in ("wq", "expert_up", "router")
+    }
     assert of_device == {"wq": (3, 8, 32), "expert_up": (3, 4, 8, 16), "router": (3, 32, 8)}
 
 
@@ -133,7 +136,9 @@ def test_parameters_travel_in_the_compute_dtype_and_no_cast_copy_of_the_tree_is_
     every = list(equations(made.jaxpr))
 
     def results(*names):
-        found = [variable.aval for equation in every if equation.primitive.name in names for variable in equation.outvars]
+        found = [
+            variable.aval for equation in every if equation.primitive.name in names for variable in equation.outvars
+        ]
         return [aval for aval in found if jnp.issubdtype(aval.dtype, jnp.floating)]
 
     gathered, scattered = results("all_gather"), results("reduce_scatter")
@@ -141,7 +146,9 @@ def test_parameters_travel_in_the_compute_dtype_and_no_cast_copy_of_the_tree_is_
     assert all(aval.dtype == jnp.bfloat16 for aval in gathered + scattered)
     assert all(aval.dtype == jnp.float32 for aval in made.out_avals)
     stacked = {(3, 8, 32), (3, 4, 8, 16), (3, 32, 32), (3, 8, 16, 16)}  # wq and expert_gate, their parts and the whole
-    assert not [aval for aval in results("convert_element_type") if aval.shape in stacked and aval.dtype == jnp.bfloat16]
+    assert not [
+        aval for aval in results("convert_element_type") if aval.shape in stacked and aval.dtype == jnp.bfloat16
+    ]
 
 
 def test_one_device_has_no_collective():
@@ -195,7 +202,7 @@ def test_blocks_that_no_query_of_the_part_sees_are_not_read(line):
     first, last = int(lower[:, start : start + PART].min()), start + PART - 1
     outside = np.arange(LENGTH) // attention.BLOCK
     outside = (outside < first // attention.BLOCK) | (outside > last // attention.BLOCK)
-    assert outside[:attention.BLOCK].all() and outside[-1]
+    assert outside[: attention.BLOCK].all() and outside[-1]
     poisoned = [jnp.where(jnp.asarray(outside)[None, :, None, None], jnp.nan, x) for x in (k, v)]
     out, (dq, dk, dv) = attend_part(q, *poisoned, lower, jnp.int32(start))
     np.testing.assert_array_equal(out, attend_part(*line, jnp.int32(start))[0])
@@ -256,8 +263,18 @@ def test_f8_evaluation_never_runs_a_limited_exchange():
 
 REFUSED = {
     "tensor parallel": ({"model": 2}, {}, (8, 48), "axis model has size 2.*tensor parallelism"),
-    "width": ({"data": 3}, {}, (9, 48), r"dim 1 of layers\.wq\[3, 32, 32\] is 32, which data = 3 does not.*the width a mul"),
-    "experts": ({"expert": 8}, {"num_experts": 12}, (8, 48), r"dim 1 of layers\.expert_up\[3, 12, 16, 16\].*of experts"),
+    "width": (
+        {"data": 3},
+        {},
+        (9, 48),
+        r"dim 1 of layers\.wq\[3, 32, 32\] is 32, which data = 3 does not.*the width a mul",
+    ),
+    "experts": (
+        {"expert": 8},
+        {"num_experts": 12},
+        (8, 48),
+        r"dim 1 of layers\.expert_up\[3, 12, 16, 16\].*of experts",
+    ),
     "expert width": ({"data": 4}, {"expert_width": 6}, (8, 48), r"dim 2 of layers\.expert_down\[3, 8, 6, 16\]"),
     "rows": ({"replica": 2, "data": 4}, {}, (12, 48), r"dim 0 of batch\[12, 48\].*replica x data = 8.*rows"),
     "sequence": ({"context": 5}, {}, (8, 48), r"dim 1 of batch\[8, 48\] is 48, which context = 5.*sequence length"),

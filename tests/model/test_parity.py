@@ -19,7 +19,7 @@ from noonsight.model.exchange import EXCHANGES
 from noonsight.model.families import delphi, marin_8b
 from noonsight.model.ready import prepare
 from tests.model import reference, tape
-from tests.model.nearness import all_close, close, precision_of, wide
+from tests.model.nearness import SLACK, all_close, close, precision_of, wide
 from tests.model.setting import (
     PRECISIONS,
     block_piece,
@@ -186,11 +186,10 @@ def test_whole(case):
     tape.backward(expected)
 
     dtype = precision_of(config)
-    slack = 2 if dtype == "bfloat16" else 1
     (value, aux), gradient = step_of(config)(params, extra, BATCH)
     close(value, expected, dtype, "loss")
     close(aux["metrics"]["cross_entropy"], reference.loss(logits.value, tokens, weights, 0.0), dtype, "cross-entropy")
-    all_close(gradient, traced, dtype, slack)
+    all_close(gradient, traced, dtype, SLACK[dtype])
     if case == "hero":
         check_pending(aux["next"]["pending_beta"], margins)
 
