@@ -102,7 +102,9 @@ def largest(text: str, number: int = 8) -> list[Held]:
 def results(text: str) -> Iterator[Held]:
     """Every array that some instruction makes; inside fusions nothing is kept, so nothing is told."""
     blocks, _ = _blocks(text)
-    fused = {callee for lines in blocks.values() for line in lines if " fusion(" in line for callee in _CALLEES.findall(line)}
+    fused = {
+        callee for lines in blocks.values() for line in lines if " fusion(" in line for callee in _CALLEES.findall(line)
+    }
     for name, lines in blocks.items():
         if name in fused:
             continue
@@ -123,15 +125,15 @@ def looped(text: str) -> list[Held]:
         for line in lines:
             made = _INSTRUCTION.match(line)
             if made is not None and made[3] == "while":
-                found += [_held(kind, dims, "while", made[1]) for kind, dims in _ARRAY.findall(made[2]) if kind in _SIZE]
+                found += [
+                    _held(kind, dims, "while", made[1]) for kind, dims in _ARRAY.findall(made[2]) if kind in _SIZE
+                ]
     return found
 
 
 def _held(kind: str, dims: str, opcode: str, source: str) -> Held:
     sizes = tuple(int(part) for part in dims.split(",") if part)
-    return Held(
-        shape=f"{kind}[{dims}]", dims=sizes, bytes=_SIZE[kind] * math.prod(sizes), opcode=opcode, source=source
-    )
+    return Held(shape=f"{kind}[{dims}]", dims=sizes, bytes=_SIZE[kind] * math.prod(sizes), opcode=opcode, source=source)
 
 
 def _blocks(text: str) -> tuple[dict[str, list[str]], str]:
@@ -150,7 +152,9 @@ def _blocks(text: str) -> tuple[dict[str, list[str]], str]:
     return blocks, entry
 
 
-def _of_line(line: str, blocks: Mapping, mesh: Mapping[str, int], totals) -> dict[tuple[str, str, int], tuple[int, int]]:
+def _of_line(
+    line: str, blocks: Mapping, mesh: Mapping[str, int], totals
+) -> dict[tuple[str, str, int], tuple[int, int]]:
     """What one instruction sends, with all that it calls."""
     made = _INSTRUCTION.match(line)
     if made is None:
@@ -204,7 +208,11 @@ def _moved(result: str, kind: str, *, started: bool) -> int:
     parts = _elements(result)
     if started and kind != "all-reduce" and len(parts) > 1:
         result = parts[1]
-    return sum(_SIZE[name] * math.prod(int(n) for n in dims.split(",") if n) for name, dims in _ARRAY.findall(result) if name in _SIZE)
+    return sum(
+        _SIZE[name] * math.prod(int(n) for n in dims.split(",") if n)
+        for name, dims in _ARRAY.findall(result)
+        if name in _SIZE
+    )
 
 
 def _elements(result: str) -> list[str]:
@@ -258,7 +266,11 @@ def _first_group(line: str, mesh: Mapping[str, int]) -> list[int] | None:
         over = set(re.findall(r"'([^']+)'", chosen[1])) if chosen else set()
         if not over or "device_ids" in named[1] + named[2].split("{")[0]:
             return None
-        return [at for at in everyone if all(place == 0 for axis, place in _coordinates(at, sizes).items() if axis not in over)]
+        return [
+            at
+            for at in everyone
+            if all(place == 0 for axis, place in _coordinates(at, sizes).items() if axis not in over)
+        ]
     return None
 
 

@@ -53,7 +53,9 @@ def advice(job: Job, found: Found, *, budget: int) -> list[Advice]:
     told = [Advice(text=f"correct {each.name}: {each.kind}", bytes=each.bytes) for each in mistakes(job, found)]
     carry = carry_bytes(model, job.device_tokens)
     if model.remat == "none":
-        told.append(Advice(text='remat "block": keep only the inputs of layers', bytes=max(found.temp_bytes // 2, carry)))
+        told.append(
+            Advice(text='remat "block": keep only the inputs of layers', bytes=max(found.temp_bytes // 2, carry))
+        )
     if model.remat == "block" and machine.chip.platform != "cpu":
         told.append(Advice(text='remat "offload": the inputs of layers go to the host', bytes=carry))
     moments = sum(leaf.bytes for leaf in found.leaves if leaf.path.startswith("opt."))
@@ -62,7 +64,9 @@ def advice(job: Job, found: Found, *, budget: int) -> list[Advice]:
     if job.rows_per_device > 1:
         half = job.rows_per_device // 2
         share = 1 - half / job.rows_per_device
-        told.append(Advice(text=f"{half} rows per device instead of {job.rows_per_device}", bytes=int(share * found.temp_bytes)))
+        told.append(
+            Advice(text=f"{half} rows per device instead of {job.rows_per_device}", bytes=int(share * found.temp_bytes))
+        )
     experts = sum(leaf.bytes for leaf in found.leaves if _is_experts(leaf.path) and leaf.path.startswith("params."))
     if experts:
         told.append(Advice(text="twice as many devices for the experts", bytes=experts // 2))
@@ -135,9 +139,12 @@ def _logits(job: Job, largest: Iterable[Held]) -> Iterator[Mistake]:
     for held in largest:
         if model.vocab_size in held.dims:
             rows = math.prod(held.dims) // model.vocab_size
-            if rows > MOST_LOGITS * CHUNK_TOKENS and rows % model.width and rows != model.width:
-                wrong.append((held, rows))
-            elif rows >= job.device_tokens and rows != model.width:
+            # Of the head, its gradient and the embedding there are `width` rows, or a part of them.
+            if (
+                rows > CHUNK_TOKENS
+                and rows >= min(job.device_tokens, MOST_LOGITS * CHUNK_TOKENS)
+                and rows != model.width
+            ):
                 wrong.append((held, rows))
     if wrong:
         held, rows = max(wrong, key=lambda each: each[0].bytes)
