@@ -85,6 +85,7 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     rows = [
         Collective(kind=kind, axes=axes, group=group, count=count, bytes_per_device=size)
         for (kind, axes, group), (count, size) in totals(entry).items()
+        if group > 1  # a group of one sends nothing
     ]
     return sorted(rows, key=lambda row: -row.bytes_per_device)
 
@@ -257,21 +258,27 @@ def _first_group(line: str, mesh: Mapping[str, int]) -> list[int] | None:
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return [int(part) for part in listed[1].split(",")]
     if tiled := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, dims = ([int(part) for part in tiled[at].split(",")] for at in (1, 2))
-        order = [int(part) for part in tiled[3].split(",")] if tiled[3] else list(range(len(dims)))
-        return _transposed(dims, order)[: shape[-1]]
-    if named := re.search(r"replica_groups=\{?mesh\[([^\]]*)\](.*)", line):
+        return _iota(tiled[2], tiled[3])[: int(tiled[1].split(",")[-1])]
+    if named := re.search(r"replica_groups=\{?mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?(.*)", line):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
-        chosen = re.search(r"\{((?:'[^']+'(?:, ?)?)+)\}", named[2])
-        over = set(re.findall(r"'([^']+)'", chosen[1])) if chosen else set()
-        if not over or "device_ids" in named[1] + named[2].split("{")[0]:
+        chosen = re.search(r"\{((?:'[^']+'(?:, ?)?)+)\}", named[4])
+        if chosen is None:
             return None
+        if named[2]:
+            everyone = _iota(named[2], named[3])
+        over = set(re.findall(r"'([^']+)'", chosen[1]))
         return [
-            at
-            for at in everyone
-            if all(place == 0 for axis, place in _coordinates(at, sizes).items() if axis not in over)
+            device
+            for at, device in enumerate(everyone)
+            if all(axis in over or not place for axis, place in _coordinates(at, sizes).items())
         ]
     return None
+
+
+def _iota(shape: str, order: str | None) -> list[int]:
+    """The devices that `[4,2]T(1,0)` names, in one row."""
+    dims = [int(part) for part in shape.split(",")]
+    return _transposed(dims, [int(part) for part in order.split(",")] if order else range(len(dims)))
 
 
 def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
