@@ -162,7 +162,7 @@ def _compile(job: Job) -> Found:
         leaves=tuple(_leaves(job, state, jax)),
         collectives=tuple(collectives(text, mesh)),
         largest=tuple(largest(text, NUM_LARGEST)),
-        looped=tuple(sorted(looped(text), key=lambda held: -held.bytes)[:NUM_LARGEST]),
+        looped=tuple(sorted(looped(text, job.training.model.num_layers), key=lambda held: -held.bytes)[:NUM_LARGEST]),
     )
 
 

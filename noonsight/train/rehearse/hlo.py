@@ -119,16 +119,15 @@ def results(text: str) -> Iterator[Held]:
                     yield _held(kind, dims, made[3], source[1] if source else "")
 
 
-def looped(text: str) -> list[Held]:
-    """What loops carry from turn to turn: the arrays of every loop's tuple, each loop by itself."""
-    found = []
-    for lines in _blocks(text)[0].values():
+def looped(text: str, turns: int) -> list[Held]:
+    """What loops of so many turns carry from one to the next: the arrays of each loop's tuple, `source` the loop."""
+    blocks, found = _blocks(text)[0], []
+    for lines in blocks.values():
         for line in lines:
             made = _INSTRUCTION.match(line)
-            if made is not None and made[3] == "while":
-                found += [
-                    _held(kind, dims, "while", made[1]) for kind, dims in _ARRAY.findall(made[2]) if kind in _SIZE
-                ]
+            if made is not None and made[3] == "while" and _trips(line, blocks) == turns:
+                arrays = [(kind, dims) for kind, dims in _ARRAY.findall(made[2]) if kind in _SIZE]
+                found += [_held(kind, dims, "while", made[1]) for kind, dims in arrays]
     return found
 
 
@@ -167,7 +166,7 @@ def _of_line(
     if opcode == "while":
         body = re.search(r"body=%?([\w.\-]+)", line)
         inside = totals(body[1]) if body else {}
-        times = _trips(line, blocks) if inside else 1
+        times = _known_trips(line, blocks) if inside else 1
         return {key: (count * times, size * times) for key, (count, size) in inside.items()}
     if opcode == "conditional":
         branches = [totals(name) for name in _branches(line)]
@@ -187,7 +186,7 @@ def _branches(line: str) -> list[str]:
     return re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line)
 
 
-def _trips(line: str, blocks: Mapping[str, Sequence[str]]) -> int:
+def _trips(line: str, blocks: Mapping[str, Sequence[str]]) -> int | None:
     """How often a loop runs: as annotated, or the one constant that its condition holds the counter against."""
     if told := _TRIPS.search(line):
         return int(told[1])
@@ -197,6 +196,12 @@ def _trips(line: str, blocks: Mapping[str, Sequence[str]]) -> int:
     limits = {int(found[1]) for each in lines if (found := re.search(r"= [su]\d+\[\]\S* constant\((\d+)\)", each))}
     if len(limits) == 1 and sum("direction=LT" in each for each in lines) == 1:
         return limits.pop()
+    return None
+
+
+def _known_trips(line: str, blocks: Mapping[str, Sequence[str]]) -> int:
+    if (times := _trips(line, blocks)) is not None:
+        return times
     name = line.split("=")[0].strip()
     raise UnknownTrips(
         f"the loop {name} sends something and does not say how often it runs, so its bytes cannot be counted; make it a "

@@ -127,10 +127,8 @@ def _is_stack_of_tokens(held: Held, job: Job) -> bool:
     model, tokens = job.training.model, job.device_tokens
     if not held.dims or held.dims[0] != model.num_layers or len(held.dims) < 3:
         return False
-    inner = held.dims[1:]
-    length = job.training.sequence_length // job.context
-    by_rows = job.rows_per_device in inner and length in inner
-    return (by_rows or tokens in inner) and math.prod(inner) >= tokens
+    rows = (job.rows_per_device, job.training.sequence_length // job.context)
+    return held.dims[1:3] == rows or held.dims[1] == tokens
 
 
 def _logits(job: Job, largest: Iterable[Held]) -> Iterator[Mistake]:
