@@ -50,4 +50,4 @@ def training_stage(experiment: Experiment, name: str | None = None) -> Stage:
 
 
 def _train_flops(config: PretrainConfig) -> int:
-    return count(config.model).train_flops(config.num_steps * config.batch_tokens)
+    return count(config.model).train_flops((config.num_steps - config.first_step) * config.batch_tokens)

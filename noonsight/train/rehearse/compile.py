@@ -10,6 +10,7 @@ would lie on the host are counted as if they lay on the device. `Found.host_mode
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -65,17 +66,12 @@ class Found:
     @property
     def host_resident_bytes(self) -> int:
         """Inputs that lie on the host."""
-        return sum(leaf.bytes for leaf in self.leaves if leaf.on_host)
+        return _on_host(self.leaves)
 
     @property
     def streamed_bytes(self) -> int:
         """The most that comes from the host at one time: the moments of one parameter."""
-        moments: dict[str, int] = {}
-        for leaf in self.leaves:
-            if leaf.on_host:
-                name = parameter_of(leaf.path)
-                moments[name] = moments.get(name, 0) + leaf.bytes
-        return max(moments.values(), default=0)
+        return _streamed(self.leaves)
 
     @property
     def peak_bytes(self) -> int:
@@ -91,6 +87,19 @@ def parameter_of(path: str) -> str:
         if f".{name}" in path:
             return path.split(f".{name}", 1)[1]
     return path
+
+
+def _on_host(leaves: Iterable[Leaf]) -> int:
+    return sum(leaf.bytes for leaf in leaves if leaf.on_host)
+
+
+def _streamed(leaves: Iterable[Leaf]) -> int:
+    moments: dict[str, int] = {}
+    for leaf in leaves:
+        if leaf.on_host:
+            name = parameter_of(leaf.path)
+            moments[name] = moments.get(name, 0) + leaf.bytes
+    return max(moments.values(), default=0)
 
 
 def compile_job(job: Job) -> Found:
@@ -135,9 +144,10 @@ def _last_words(said: str) -> str:
 def _compile(job: Job) -> Found:
     import resource
 
-    import jax
-
-    step, state, batch, mesh = program_of(job, devices_of(job))
+    step, state, batch = program_of(job, devices_of(job))
+    leaves = tuple(_leaves(job, state))
+    if job.machine.chip.platform == "cuda":  # described once more, with room for what is not there in truth
+        step, state, batch = program_of(job, devices_of(job, _on_host(leaves) - _streamed(leaves)))
     start = time.perf_counter()
     lowered = step.lower(state, batch)
     lowered_at = time.perf_counter()
@@ -159,15 +169,17 @@ def _compile(job: Job) -> Found:
         host_temp_bytes=memory.host_temp_size_in_bytes,
         compiler_peak_bytes=peak,
         host_modelled=memory.host_argument_size_in_bytes > 0,
-        leaves=tuple(_leaves(job, state, jax)),
-        collectives=tuple(collectives(text, mesh)),
+        leaves=leaves,
+        collectives=tuple(collectives(text, job.mesh)),
         largest=tuple(largest(text, NUM_LARGEST)),
         looped=tuple(sorted(looped(text, job.training.model.num_layers), key=lambda held: -held.bytes)[:NUM_LARGEST]),
     )
 
 
-def devices_of(job: Job) -> list[Any]:
-    """The described devices of the target; of the CPU, the virtual ones of this process."""
+def devices_of(job: Job, beside: int = 0) -> list[Any]:
+    """The described devices of the target, GPUs with so many bytes `beside` their own; of the CPU, the virtual ones of
+    this process.
+    """
     import jax
 
     machine = job.machine
@@ -176,13 +188,13 @@ def devices_of(job: Job) -> list[Any]:
     from jax.experimental import topologies
 
     if machine.chip.platform == "cuda":
-        told = {"target_config": describe_gpu(machine.chip), "topology": machine.topology}
+        told = {"target_config": describe_gpu(machine.chip, beside), "topology": machine.topology}
         return topologies.get_topology_desc("rehearsal", platform="cuda", **told).devices
     return topologies.get_topology_desc(machine.name, platform="tpu").devices
 
 
-def program_of(job: Job, devices: list[Any]) -> tuple[Any, Any, Any, dict[str, int]]:
-    """(the jitted step, the shapes of its state, of its batch, the mesh as axis -> size): the step that `pretrain` runs."""
+def program_of(job: Job, devices: list[Any]) -> tuple[Any, Any, Any]:
+    """(the jitted step, the shapes of its state, those of its batch): the step that `pretrain` runs."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
@@ -211,26 +223,20 @@ def program_of(job: Job, devices: list[Any]) -> tuple[Any, Any, Any, dict[str, i
     kinds = (jnp.int32, jnp.int32, jnp.float32)
     batch = Batch(*(jax.ShapeDtypeStruct((job.rows, training.sequence_length), kind, sharding=rows) for kind in kinds))
     step = make_train_step(program, optimizer, shardings)
-    return step, jax.tree.map(placed, shapes, shardings), batch, job.mesh
+    return step, jax.tree.map(placed, shapes, shardings), batch
 
 
-def _leaves(job: Job, state: Any, jax: Any) -> Iterable[Leaf]:
+def _leaves(job: Job, state: Any) -> Iterable[Leaf]:
     from noonsight.train.groups import by_path
 
     for path, leaf in by_path(state).items():
-        part = leaf.sharding.shard_shape(leaf.shape)
-        size = leaf.dtype.itemsize
-        for dim in part:
-            size *= dim
-        whole = leaf.dtype.itemsize
-        for dim in leaf.shape:
-            whole *= dim
+        part, whole = math.prod(leaf.sharding.shard_shape(leaf.shape)), math.prod(leaf.shape)
         moment = path.startswith("opt.") and leaf.ndim > 0
         yield Leaf(
             path=path,
             shape=tuple(leaf.shape),
-            bytes=size,
-            parts=max(1, whole // max(size, 1)),
+            bytes=part * leaf.dtype.itemsize,
+            parts=whole // part,
             on_host=moment and job.moments_on_host,
         )
 

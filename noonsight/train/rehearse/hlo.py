@@ -264,7 +264,9 @@ def _first_group(line: str, mesh: Mapping[str, int]) -> list[int] | None:
         return [int(part) for part in listed[1].split(",")]
     if tiled := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
         return _iota(tiled[2], tiled[3])[: int(tiled[1].split(",")[-1])]
-    if named := re.search(r"replica_groups=\{?mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?(.*)", line):
+    if named := re.search(
+        r"replica_groups=\{?mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?(.*)", line
+    ):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
         chosen = re.search(r"\{((?:'[^']+'(?:, ?)?)+)\}", named[4])
         if chosen is None:

@@ -42,18 +42,18 @@ class Rehearsal:
         return "B"
 
 
-def rehearse(job: Job, *, price: float | None = None, num_steps: int | None = None) -> Rehearsal:
+def rehearse(job: Job, *, price: float | None = None) -> Rehearsal:
     """Compile the step of `job` and say what would happen. `price`: dollars for an hour of one device.
 
     Raises CompilationFailed (a ValueError) when it does not compile here.
     """
-    return concluded(job, compile_job(job), price=price, num_steps=num_steps)
+    return concluded(job, compile_job(job), price=price)
 
 
-def concluded(job: Job, found: Found, *, price: float | None = None, num_steps: int | None = None) -> Rehearsal:
+def concluded(job: Job, found: Found, *, price: float | None = None) -> Rehearsal:
     """What follows from what the compiler found."""
     training, machine = job.training, job.machine
-    flops = step_flops(training.model, job.rows, optimizer=_counted(training.optimizer.kind))
+    flops = step_flops(training.model, job.rows, optimizer=training.optimizer.kind)
     optimizer = flops.optimizer * machine.num_slices  # every slice makes the same update
     flops = StepFlops(**{**asdict(flops), "optimizer": optimizer})
     return Rehearsal(
@@ -65,7 +65,7 @@ def concluded(job: Job, found: Found, *, price: float | None = None, num_steps: 
             flops,
             found.collectives,
             step_tokens=job.rows * training.sequence_length,
-            run_tokens=(num_steps or training.num_steps) * training.batch_tokens,
+            run_tokens=training.schedule_steps * training.batch_tokens,
             host_bytes=found.host_resident_bytes,
             price=price,
         ),
@@ -212,7 +212,3 @@ def _row(row: Any) -> dict[str, Any]:
 def _squeezed(lines: list[str]) -> list[str]:
     """Without two empty lines in a row."""
     return [line for at, line in enumerate(lines) if line or (at and lines[at - 1])]
-
-
-def _counted(kind: str) -> Any:
-    return kind

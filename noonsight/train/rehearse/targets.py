@@ -219,8 +219,10 @@ def mesh_sizes(target: Target, config: ModelConfig, *, context: int = 1) -> dict
     return {"replica": target.num_slices, "data": here // expert, "expert": expert, "model": 1, "context": context}
 
 
-def describe_gpu(chip: Chip) -> str:
-    """XLA's `GpuTargetConfigProto` in text form."""
+def describe_gpu(chip: Chip, beside: int = 0) -> str:
+    """XLA's `GpuTargetConfigProto` in text form, with `beside` bytes more of memory: so much of what the program is given
+    lies on the host in truth, and the compiler, which counts it, shall not recompute or reorder to make room for it.
+    """
     major, minor = chip.capability
     return f"""
 gpu_device_info {{
@@ -229,7 +231,7 @@ gpu_device_info {{
   threads_per_core_limit: 2048  core_count: {chip.cores}  fpus_per_core: 128
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   memory_bandwidth: 3352320000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
-  device_memory_size: {chip.memory}
+  device_memory_size: {chip.memory + beside}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
 }}

@@ -24,7 +24,7 @@ KEYS = {
     *("compiler_peak_bytes_per_device", "budget_bytes_per_device", "fits", "collectives", "flops"),
     *("executed_over_model_flops", "step_s_estimate", "mfu_estimate", "days_estimate"),
 }
-EXPERIMENT = '''
+EXPERIMENT = """
 from dataclasses import replace
 from noonsight.logbook.record import Artifact, Placement
 from noonsight.model.families import miniature
@@ -37,7 +37,7 @@ def experiment():
     config = pretrain_config(model=model, sequence_length=32, batch_size=64)
     run = Stage(name="run", version="1", function=pretraining.run, config=config, placement=Placement(num_devices=32))
     return Experiment(name="tiny", question="Does it fit?", stages=(run,))
-'''
+"""
 
 
 def leaf(path: str, size: int, *, parts: int = 8, on_host: bool = False, shape: tuple[int, ...] = (8, 8)) -> Leaf:
@@ -53,7 +53,9 @@ def found(**fields: object) -> Found:
 
 @pytest.fixture(scope="module")
 def job():
-    return make_job(pretrain_config(batch_size=64, model=hero(), sequence_length=4096), "gb200:1x16x4", rows_per_device=16)
+    return make_job(
+        pretrain_config(batch_size=64, model=hero(), sequence_length=4096), "gb200:1x16x4", rows_per_device=16
+    )
 
 
 def test_the_command_compiles_and_prints_what_scripts_need(tmp_path, capsys):
