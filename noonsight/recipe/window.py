@@ -221,17 +221,13 @@ def pretrain(
     )
     if (parent is None) != (first_step == 0):
         raise ValueError(f"pretrain: {rung.name} needs both a parent and its first_step, or neither")
-    inputs = {"store": corpus.store, "mixture": corpus.mixture}
-    if prediction is not None:
-        inputs["prediction"] = prediction
-    if parent is not None:
-        inputs["parent"] = parent
+    inputs = {"store": corpus.store, "mixture": corpus.mixture, "prediction": prediction, "parent": parent}
     return Stage(
         name=rung.name,
         version=version,
         function=pretraining.run,
         config=config,
-        inputs=inputs,
+        inputs={name: stage for name, stage in inputs.items() if stage is not None},
         sentence=f"Train width {rung.width} with {rung.num_layers} layers on {rung.num_tokens:,} tokens.",
         resumable=True,
         placement=placement or Placement(),

@@ -54,14 +54,13 @@ def pretrain(
     moments_on_host: bool = False,
     parent: Path | None = None,
 ) -> Artifact:
-    """Train `program` on batches first_step .. num_steps - 1 in the folder `out`, owned by `claim`; call it from
-    `recover.work`.
+    """Train `program` in the folder `out`, owned by `claim`, up to step `num_steps`; call it from `recover.work`.
 
-    `flops_per_token`: model FLOPs of forward and backward for one token. `table`: which leaf belongs to which
-    optimiser group, kept filled in as `tables/optimizer.json`. `layout` (that of the program), `moments_on_host`: where
-    the state lies, never what it is. `parent`: the run whose state at `first_step` this one starts from. Facts:
-    num_steps, tokens, seconds (of the steps on the surviving line), tokens_per_s, final_loss, `eval` values of the final state, params_hash, checkpoint, train_flops where known. Raises
-    what `run_loop` raises, and NoValidCheckpoint.
+    `flops_per_token`: model FLOPs of one token, backward too. `table`: each leaf's optimiser group, kept filled in as
+    `tables/optimizer.json`. `layout` (that of the program), `moments_on_host`: where the state lies, never what it is.
+    `parent`: the run that kept the state of `first_step`. Facts: num_steps, tokens, seconds (of the surviving line),
+    tokens_per_s, final_loss, `eval` values of the final state, params_hash, checkpoint, train_flops where known.
+    Raises what `run_loop` raises, and NoValidCheckpoint.
     """
     stop = StopSignal()
     stop.listen()
@@ -76,13 +75,11 @@ def pretrain(
     state = initial_or_restored(lambda: init_state(program, optimizer, key), out, writer, shardings, fork)
     first = int(state.step)
     evaluated = carry_evaluations(out, writer, first)
-
     with checkpoint.Saver(out, claim, attempt=writer.attempt, on_saved=_recorder(writer)) as saver:
         if first < config.num_steps:
             journal.beat(first, "compile")
-            made = make_train_step(program, optimizer, shardings)
             with stop.may_interrupt():
-                train_step = _compile(made, state, batch(first), writer, config)
+                train_step = _compile(make_train_step(program, optimizer, shardings), state, batch, writer, config)
             journal.restart_clock()
             state = run_loop(
                 state,
@@ -201,12 +198,12 @@ def write_table(out: Path, name: str, table: dict[str, Any]) -> None:
 
 
 def _compile(
-    step: Callable[..., Any], state: State, data: Any, writer: Writer, config: PretrainConfig
+    step: Callable[..., Any], state: State, batch: Callable[[int], Any], writer: Writer, config: PretrainConfig
 ) -> Callable[..., Any]:
     """The run's one executable, and an event that says whether it had to be made and what multiplies its matrices."""
     start = time.perf_counter()
     with counted_compilations() as seen:
-        compiled = compile_step(step, state, data)
+        compiled = compile_step(step, state, batch(int(state.step)))
     seconds, found = round(time.perf_counter() - start, 3), seen["found"] > 0
     rounds = "bfloat16" in (config.model.matmul_dtype, config.optimizer.newton_schulz)
     kernels = native.description() if rounds else "xla"

@@ -266,10 +266,8 @@ def test_a_run_in_parts_is_the_run_in_one(tmp_path):
     train(tmp_path / "first", num_steps=20, checkpoint_every=10, horizon=30)
     second = train(tmp_path / "second", parent=tmp_path / "first", num_steps=30, first_step=20, checkpoint_every=10)
     assert second["params_hash"] == whole["params_hash"] and "forked" in kinds(tmp_path / "second")
-    assert (
-        read.metrics(tmp_path / "second")["loss"].steps == list(range(20, 30))
-        and second["tokens"] * 3 == whole["tokens"]
-    )
+    assert read.metrics(tmp_path / "second")["loss"].steps == tuple(range(20, 30))
+    assert 3 * second["tokens"] == whole["tokens"]
     branch = train(tmp_path / "branch", parent=tmp_path / "whole", num_steps=30, first_step=10, seed=1)
     assert branch["params_hash"] == whole["params_hash"], "only the data and a fresh state know the seed"
     with pytest.raises(ValueError, match="step_00000015, from which this run shall go on, cannot be trusted"):
