@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import cyclopts
 
-from noonsight.cli import atlas, logbook, machine, model, plan, serve
+from noonsight.cli import atlas, logbook, machine, model, plan, rehearse, serve
 
 FAILED, WRONG_USE, LOCKED, INTERRUPTED = 1, 2, 4, 130
 
@@ -29,6 +29,7 @@ for verb in (
     logbook.sql,
     atlas.site,
     model.count,
+    rehearse.rehearse,
     serve.export,
     plan.prune,
     machine.doctor,

@@ -64,7 +64,7 @@ def load_run(folder: Path, checkpoint: str | None = None) -> tuple[PretrainConfi
     config = config_of(record.config)
     program = make_program(config.model)
     key = jax.random.key(0)
-    optimizer = make_optimizer(config.optimizer, jax.eval_shape(program.init, key)[0], num_steps=config.num_steps)
+    optimizer = make_optimizer(config.optimizer, jax.eval_shape(program.init, key)[0], num_steps=config.schedule_steps)
     shapes = jax.eval_shape(lambda: init_state(program, optimizer, key))
     state = checkpoints.restore(path, shapes)
     return config, state.params, state.extra
@@ -109,7 +109,7 @@ def _work(out: Path, owned: Claim, placement: Placement) -> Artifact:
         seed=config.seed,
         sequence_length=config.sequence_length,
         batch_size=config.batch_size,
-        num_steps=config.num_steps,
+        num_steps=config.schedule_steps,
     )
     counts = count(config.model)
     program: Program = make_program(config.model)
@@ -122,6 +122,7 @@ def _work(out: Path, owned: Claim, placement: Placement) -> Artifact:
         placement,
         evaluate=evaluator(config, config.model, inputs["store"]),
         flops_per_token=3.0 * counts.forward_flops_per_token,
+        parent=inputs.get("parent"),
     )
     more = {
         "bits_per_byte": artifact.facts["eval"]["eval/bits_per_byte"],

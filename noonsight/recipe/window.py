@@ -190,12 +190,18 @@ def pretrain(
     evaluate_every: int = 0,
     checkpoint_every: int = 0,
     hash_every: int = 100,
+    until: int | None = None,
+    parent: Stage | None = None,
+    first_step: int = 0,
 ) -> Stage:
     """One run, a supervisor above its worker. With `prediction` it cannot start before that forecast is frozen.
 
     Give either `beta2`, for the hero recipe (`hero_optimizer`), or an `optimizer` of your own, which is taken as it
     stands: `optimizer=replace(hero_optimizer(rung, beta2=0.98), kind="adamw", weight_decay=0.1)`. Raises ValueError for
     both or neither, when a rate of the recipe sits on its clamp, or when rung and model differ in size.
+
+    A run in parts: one that stops at step `until` of its rung, and one that goes on from the state which `parent` kept
+    at `first_step` (a checkpoint of it). Schedule and mixture are those of the whole rung in both.
     """
     _require_same_size(rung, model)
     if (beta2 is None) == (optimizer is None):
@@ -203,23 +209,25 @@ def pretrain(
     config = PretrainConfig(
         model=model,
         optimizer=hero_optimizer(rung, beta2=beta2) if optimizer is None else optimizer,
-        num_steps=rung.num_steps,
+        num_steps=rung.num_steps if until is None else until,
         batch_size=rung.batch_size,
         sequence_length=rung.sequence_length,
         seed=seed,
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         hash_every=hash_every,
+        first_step=first_step,
+        horizon=None if until is None else rung.num_steps,
     )
-    inputs = {"store": corpus.store, "mixture": corpus.mixture}
-    if prediction is not None:
-        inputs["prediction"] = prediction
+    if (parent is None) != (first_step == 0):
+        raise ValueError(f"pretrain: {rung.name} needs both a parent and its first_step, or neither")
+    inputs = {"store": corpus.store, "mixture": corpus.mixture, "prediction": prediction, "parent": parent}
     return Stage(
         name=rung.name,
         version=version,
         function=pretraining.run,
         config=config,
-        inputs=inputs,
+        inputs={name: stage for name, stage in inputs.items() if stage is not None},
         sentence=f"Train width {rung.width} with {rung.num_layers} layers on {rung.num_tokens:,} tokens.",
         resumable=True,
         placement=placement or Placement(),

@@ -104,6 +104,10 @@ class PretrainConfig:
     hash_every: int = 100
     """How often the hash of all parameters is recorded."""
     description: str = ""
+    first_step: int = 0
+    """The step from which the run goes on with the state that its input `parent` kept there; 0: a fresh state."""
+    horizon: int | None = None
+    """Steps for which schedule and mixture are made, where the run ends before them; None: its own."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be run, and an optimiser whose times lie beyond the run. Raises ValueError."""
@@ -117,15 +121,24 @@ class PretrainConfig:
             "change one of them (`families.lengthened` gives a model a longer context)"
         )
         _require(self.sequence_length == self.model.sequence_length, "sequence_length", self.sequence_length, rule)
-        told, rule = self.optimizer, f"a step of the run, which has {self.num_steps}"
-        _require(told.weight_decay_from < self.num_steps, "weight_decay_from", told.weight_decay_from, rule)
-        risen, rule = told.rewarm_from + told.rewarm_steps, f"at most num_steps, {self.num_steps}"
-        _require(risen <= self.num_steps, "rewarm_from + rewarm_steps", risen, rule)
+        rule = f"a step before the last, {self.num_steps}"
+        _require(0 <= self.first_step < self.num_steps, "first_step", self.first_step, rule)
+        rule = f"None, or at least num_steps, {self.num_steps}"
+        _require(self.schedule_steps >= self.num_steps, "horizon", self.horizon, rule)
+        told, rule = self.optimizer, f"a step of the schedule, which has {self.schedule_steps}"
+        _require(told.weight_decay_from < self.schedule_steps, "weight_decay_from", told.weight_decay_from, rule)
+        risen, rule = told.rewarm_from + told.rewarm_steps, f"at most num_steps, {self.schedule_steps}"
+        _require(risen <= self.schedule_steps, "rewarm_from + rewarm_steps", risen, rule)
 
     @property
     def batch_tokens(self) -> int:
         """Tokens of one step."""
         return self.batch_size * self.sequence_length
+
+    @property
+    def schedule_steps(self) -> int:
+        """The length of the run that schedule and mixture are made for."""
+        return self.num_steps if self.horizon is None else self.horizon
 
 
 def _require(good: bool, name: str, value: object, rule: str) -> None:

@@ -95,7 +95,7 @@ def _gradient_jump(rows: Rows, config: PretrainConfig) -> str | None:
 
 
 def _rate_off_schedule(rows: Rows, config: PretrainConfig) -> str | None:
-    share = float(share_of_peak(config.optimizer, config.num_steps, int(rows[-1]["step"])))
+    share = float(share_of_peak(config.optimizer, config.schedule_steps, int(rows[-1]["step"])))
     for name, value in rows[-1].items():
         if name.startswith("rate/"):
             peak = config.optimizer.peak(name[5:])

@@ -59,11 +59,13 @@ def make_optimizer(
     num_steps: int,
     table: Mapping[str, Rule] = HERO_TABLE,
     layout: Layout = ALONE,
+    stream: bool = False,
 ) -> Optimizer:
     """The optimiser for the leaves of `params` (arrays or ShapeDtypeStructs, float32), over a run of `num_steps`.
 
-    On the mesh of a `layout` the arrays lie as its table says, and each matrix is made orthogonal on one device. Raises
-    ValueError when a leaf is in no group, when a matrix rule meets a vector, or when a master parameter is not float32.
+    On the mesh of a `layout` the arrays lie as its table says, and each matrix is made orthogonal on one device.
+    `stream`: leaf after leaf even where no moment is seen to lie on the host, as on devices that are only described.
+    Raises ValueError when a leaf is in no group, when a matrix rule meets a vector, or when a master parameter is not float32.
     """
     rules = rules_of(params, table)
     groups = {path: group_of(rule, config.kind) for path, rule in rules.items()}
@@ -76,7 +78,7 @@ def make_optimizer(
     pieces = optax.partition(chains, like(params, groups))
 
     def apply(grads: Any, state: Any, params: Any, *, step: Any) -> tuple[Any, Any, Any]:
-        if any(map(_on_host, jax.tree.leaves(state))):
+        if stream or any(map(_on_host, jax.tree.leaves(state))):
             return _streamed(chains, groups, layout, grads, state, params, step)
         updates, state = pieces.update(grads, state, params, step=step)
         return jax.tree.map(jnp.add, params, updates), updates, state

@@ -52,14 +52,15 @@ def pretrain(
     table: Mapping[str, Rule] = HERO_TABLE,
     layout: Layout = ALONE,
     moments_on_host: bool = False,
+    parent: Path | None = None,
 ) -> Artifact:
-    """Train `program` on batches 0 .. num_steps - 1 in the folder `out`, owned by `claim`; call it from `recover.work`.
+    """Train `program` in the folder `out`, owned by `claim`, up to step `num_steps`; call it from `recover.work`.
 
-    `flops_per_token`: model FLOPs of forward and backward for one token. `table`: which leaf belongs to which
-    optimiser group, kept filled in as `tables/optimizer.json`. `layout` (that of the program), `moments_on_host`: where
-    the state lies, never what it is. Facts: num_steps, tokens, seconds (of the steps on the surviving line),
-    tokens_per_s, final_loss, `eval` values of the final state, params_hash, checkpoint, train_flops where known. Raises
-    what `run_loop` raises, and NoValidCheckpoint.
+    `flops_per_token`: model FLOPs of one token, backward too. `table`: each leaf's optimiser group, kept filled in as
+    `tables/optimizer.json`. `layout` (that of the program), `moments_on_host`: where the state lies, never what it is.
+    `parent`: the run that kept the state of `first_step`. Facts: num_steps, tokens, seconds (of the surviving line),
+    tokens_per_s, final_loss, `eval` values of the final state, params_hash, checkpoint, train_flops where known.
+    Raises what `run_loop` raises, and NoValidCheckpoint.
     """
     stop = StopSignal()
     stop.listen()
@@ -70,16 +71,15 @@ def pretrain(
     _, key = jax.random.split(jax.random.key(config.seed))  # (data, model), as the hero splits them
     optimizer = _optimizer(config, program, key, out, table, layout)
     shardings = _lay_out(program, optimizer, layout, moments_on_host)
-    state = initial_or_restored(lambda: init_state(program, optimizer, key), out, writer, shardings)
+    fork = None if parent is None else checkpoint.folder(parent, config.first_step)
+    state = initial_or_restored(lambda: init_state(program, optimizer, key), out, writer, shardings, fork)
     first = int(state.step)
     evaluated = carry_evaluations(out, writer, first)
-
     with checkpoint.Saver(out, claim, attempt=writer.attempt, on_saved=_recorder(writer)) as saver:
         if first < config.num_steps:
             journal.beat(first, "compile")
-            made = make_train_step(program, optimizer, shardings)
             with stop.may_interrupt():
-                train_step = _compile(made, state, batch(first), writer, config)
+                train_step = _compile(make_train_step(program, optimizer, shardings), state, batch, writer, config)
             journal.restart_clock()
             state = run_loop(
                 state,
@@ -106,7 +106,7 @@ def _optimizer(
 ) -> Optimizer:
     """The run's optimiser; its groups are kept as a table."""
     shapes = jax.eval_shape(program.init, key)[0]
-    optimizer = make_optimizer(config.optimizer, shapes, num_steps=config.num_steps, table=table, layout=layout)
+    optimizer = make_optimizer(config.optimizer, shapes, num_steps=config.schedule_steps, table=table, layout=layout)
     write_table(out, "optimizer", describe(config.optimizer, shapes, table))
     return optimizer
 
@@ -118,25 +118,34 @@ def _lay_out(program: Program, optimizer: Optimizer, layout: Layout, moments_on_
     return state_shardings(program, optimizer, layout, host=moments_on_host)
 
 
-def initial_or_restored(init: Callable[[], State], out: Path, writer: Writer, shardings: State | None = None) -> State:
+def initial_or_restored(
+    init: Callable[[], State], out: Path, writer: Writer, shardings: State | None = None, fork: Path | None = None
+) -> State:
     """The newest state of `out` that verifies, or a fresh one where none was ever completed, laid out in `shardings`.
 
-    A state that another mesh kept is the same state. Raises NoValidCheckpoint.
+    With `fork`, a checkpoint of another run, there is no fresh state. A state that another mesh kept is the same state.
+    Raises NoValidCheckpoint, and ValueError when the fork does not verify.
     """
     found = checkpoint.newest(out)
-    if found is None:
+    if found is None and fork is None:
         return jax.jit(init, out_shardings=shardings)()
+    target = jax.eval_shape(init)
+    if shardings is not None:
+        target = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), target, shardings
+        )
+    if found is None:
+        if reason := checkpoint.verify(fork):
+            raise ValueError(f"{fork}, from which this run shall go on, cannot be trusted: {reason}")
+        state = checkpoint.restore(fork, target)
+        writer.event("forked", f"Went on from {fork.name} of {fork.parents[1].name}.", step=int(state.step))
+        return state
     for reason in found.rejected:
         writer.event(
             "checkpoint-rejected",
             f"{reason}; the one before it is used.",
             cause="corrupt checkpoint",
             step=found.manifest.step,
-        )
-    target = jax.eval_shape(init)
-    if shardings is not None:
-        target = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), target, shardings
         )
     state = checkpoint.restore(found.path, target)
     writer.event("restored", f"Went on from {found.path.name}, saved at {found.manifest.at}.", step=found.manifest.step)
@@ -189,12 +198,12 @@ def write_table(out: Path, name: str, table: dict[str, Any]) -> None:
 
 
 def _compile(
-    step: Callable[..., Any], state: State, data: Any, writer: Writer, config: PretrainConfig
+    step: Callable[..., Any], state: State, batch: Callable[[int], Any], writer: Writer, config: PretrainConfig
 ) -> Callable[..., Any]:
     """The run's one executable, and an event that says whether it had to be made and what multiplies its matrices."""
     start = time.perf_counter()
     with counted_compilations() as seen:
-        compiled = compile_step(step, state, data)
+        compiled = compile_step(step, state, batch(int(state.step)))
     seconds, found = round(time.perf_counter() - start, 3), seen["found"] > 0
     rounds = "bfloat16" in (config.model.matmul_dtype, config.optimizer.newton_schulz)
     kernels = native.description() if rounds else "xla"
@@ -224,7 +233,7 @@ def _facts(
     flops_per_token: float | None,
 ) -> dict[str, Any]:
     lived = read.metrics(out)
-    tokens, seconds = config.num_steps * config.batch_tokens, sum(lived["step_s"].values)
+    tokens, seconds = (config.num_steps - config.first_step) * config.batch_tokens, sum(lived["step_s"].values)
     facts = {
         "num_steps": config.num_steps,
         "tokens": tokens,

@@ -48,7 +48,10 @@ def test_a_schedule_without_a_formula_is_no_other_one():
         ({"seed": None}, "seed is None"),
         ({"model": None}, "model is None; it must be of type ModelConfig"),
         ({"sequence_length": 16}, "sequence_length = 16; it must be the model's sequence_length, 8"),
-        ({"optimizer": optimizer_config(weight_decay=0.1, weight_decay_from=40)}, "a step of the run, which has 40"),
+        (
+            {"optimizer": optimizer_config(weight_decay=0.1, weight_decay_from=40)},
+            "a step of the schedule, which has 40",
+        ),
         ({"optimizer": optimizer_config(rewarm_from=35, rewarm_steps=6)}, "rewarm_from . rewarm_steps = 41.*at most"),
     ],
 )

@@ -34,11 +34,12 @@ def leave_jax_and_signals_alone(tmp_path_factory, monkeypatch):
         jax.config.update(name, value)
 
 
-def train(out, *, batch=make_batch, evaluate=None, program=None, **changes):
+def train(out, *, batch=make_batch, evaluate=None, program=None, parent=None, **changes):
+    out.mkdir(exist_ok=True)
     with claim(out, "worker") as owned:
         config = pretrain_config(**changes)
         return pretrain(
-            config, program or make_program(), batch, out, owned, Placement(), evaluate, table=table()
+            config, program or make_program(), batch, out, owned, Placement(), evaluate, table=table(), parent=parent
         ).facts
 
 
@@ -258,3 +259,23 @@ def test_the_table_says_green_amber_red_and_unmeasured():
         "rate-off-schedule": "green",
         "nothing-moves": "green",
     }
+
+
+def test_a_run_in_parts_is_the_run_in_one(tmp_path):
+    whole = train(tmp_path / "whole", num_steps=30, checkpoint_every=10)
+    train(tmp_path / "first", num_steps=20, checkpoint_every=10, horizon=30)
+    second = train(tmp_path / "second", parent=tmp_path / "first", num_steps=30, first_step=20, checkpoint_every=10)
+    assert second["params_hash"] == whole["params_hash"] and "forked" in kinds(tmp_path / "second")
+    assert read.metrics(tmp_path / "second")["loss"].steps == tuple(range(20, 30))
+    assert 3 * second["tokens"] == whole["tokens"]
+    branch = train(tmp_path / "branch", parent=tmp_path / "whole", num_steps=30, first_step=10, seed=1)
+    assert branch["params_hash"] == whole["params_hash"], "only the data and a fresh state know the seed"
+    with pytest.raises(ValueError, match="step_00000015, from which this run shall go on, cannot be trusted"):
+        train(tmp_path / "none", parent=tmp_path / "first", num_steps=30, first_step=15)
+
+
+def test_a_part_that_lies_outside_the_run_is_refused():
+    with pytest.raises(ValueError, match="first_step = 40; it must be a step before the last, 40"):
+        pretrain_config(first_step=40)
+    with pytest.raises(ValueError, match="horizon = 39; it must be None, or at least num_steps, 40"):
+        pretrain_config(horizon=39)
