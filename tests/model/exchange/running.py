@@ -65,9 +65,8 @@ def program(names, shards, factor, dtype, remat="none"):
         return jax.shard_map(kept, mesh=mesh, in_specs=specs, out_specs=(SPLIT, SPLIT), check_vma=False)
 
     def run(given):
-        found = {}
+        found, ints = {}, (given.chosen, given.valid)
         for name in names:
-            ints = given.chosen, given.valid
             y, pull, drops = jax.vjp(
                 lambda *floats, name=name: over(name)(*floats, *ints),
                 given.x,
