@@ -59,6 +59,9 @@ def advice(job: Job, found: Found, *, budget: int) -> list[Advice]:
     if model.remat == "block" and machine.chip.platform != "cpu":
         told.append(Advice(text='remat "offload": the inputs of layers go to the host', bytes=carry))
     moments = sum(leaf.bytes for leaf in found.leaves if leaf.path.startswith("opt."))
+    if model.exchange in ("sorted", "einsum") and job.mesh["expert"] > 1:
+        gathered = sum(held.bytes for held in found.largest if _is_gathered_bank(held, job))
+        told.append(Advice(text=f"an exchange that sends rows: {model.exchange!r} gathers all experts", bytes=gathered))
     if not job.moments_on_host:
         told.append(Advice(text="keep the moments on the host", bytes=moments))
     if job.rows_per_device > 1:
@@ -155,6 +158,12 @@ def _logits(job: Job, largest: Iterable[Held]) -> Iterator[Mistake]:
                 f"{CHUNK_TOKENS} at a time, so they are made outside weighted_loss or the tokens are not split"
             ),
         )
+
+
+def _is_gathered_bank(held: Held, job: Job) -> bool:
+    model = job.training.model
+    sides = {model.expert_input_width, model.expert_width}
+    return len(held.dims) >= 3 and set(held.dims[-2:]) <= sides and held.dims[0] >= model.num_experts
 
 
 def _is_experts(path: str) -> bool:

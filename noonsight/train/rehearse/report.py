@@ -15,6 +15,7 @@ from noonsight.train.rehearse.job import Job
 from noonsight.train.rehearse.mistakes import Advice, Mistake
 from noonsight.train.rehearse.roofline import Estimate, estimate
 from noonsight.train.rehearse.targets import GIB
+from noonsight.train.rehearse.traffic import Exchanged, exchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Rehearsal:
     job: Job
     found: Found
     flops: StepFlops
+    exchanged: Exchanged | None
     estimate: Estimate
     mistakes: tuple[Mistake, ...]
     advice: tuple[Advice, ...]
@@ -56,10 +58,12 @@ def concluded(job: Job, found: Found, *, price: float | None = None) -> Rehearsa
     flops = step_flops(training.model, job.rows, optimizer=training.optimizer.kind)
     optimizer = flops.optimizer * machine.num_slices  # every slice makes the same update
     flops = StepFlops(**{**asdict(flops), "optimizer": optimizer})
+    sent = exchanged(job, found.collectives)
     return Rehearsal(
         job=job,
         found=found,
         flops=flops,
+        exchanged=sent,
         estimate=estimate(
             machine,
             flops,
@@ -67,6 +71,7 @@ def concluded(job: Job, found: Found, *, price: float | None = None) -> Rehearsa
             step_tokens=job.rows * training.sequence_length,
             run_tokens=training.schedule_steps * training.batch_tokens,
             host_bytes=found.host_resident_bytes,
+            ragged_bytes=sent and sent.sent_bytes,
             price=price,
         ),
         mistakes=tuple(mistakes.mistakes(job, found)),
@@ -104,6 +109,7 @@ def told(rehearsal: Rehearsal) -> dict[str, Any]:
         "budget_bytes_per_device": rehearsal.budget,
         "fits": rehearsal.fits,
         "collectives": [_row(row) for row in found.collectives],
+        "exchanged": rehearsal.exchanged and asdict(rehearsal.exchanged) | {"ratio": rehearsal.exchanged.ratio},
         "flops": {
             "useful": flops.useful,
             "recompute": flops.recompute,
@@ -148,13 +154,14 @@ def page(rehearsal: Rehearsal) -> str:
         "",
         "Collectives of one device in one step        count        result          sent",
         *(_collective(row) for row in found.collectives),
+        *_exchange(rehearsal),
         "",
         *_work(rehearsal),
         "",
         f"Step about {time.step_s:.1f} s ({time.mfu:.1%} MFU, {time.tokens_per_s:,.0f} tokens/s); "
         f"no faster than {time.bound_s:.1f} s. The whole run about {time.days:,.1f} days and ${time.dollars:,.0f}.",
         "Assumed: " + "; ".join(time.assumptions) + ".",
-        *(f"The compiler says: {each}" for each in found.warnings),
+        *(f"The compiler says: {each}" for each in found.warnings if not rehearsal.fits),
     ]
     return "\n".join(_squeezed(lines))
 
@@ -194,6 +201,14 @@ def _work(rehearsal: Rehearsal) -> list[str]:
     lines = [f"  {name:22}{value:12.4e}  {value / flops.model:6.1%}" for name, value in parts.items() if value]
     whole = f"  {'executed':22}{flops.executed:12.4e}  {flops.executed / flops.model:6.1%}"
     return ["FLOPs of a step, all devices, in closed form; share of three forwards", *lines, whole]
+
+
+def _exchange(rehearsal: Rehearsal) -> list[str]:
+    sent = rehearsal.exchanged
+    if sent is None:
+        return []
+    return [f"  The exchange's formula says {_size(sent.formula_bytes)}, so {sent.ratio:.1%} of it was found; "
+            f"{_size(sent.sent_bytes)} of rows travel."]  # fmt: skip
 
 
 def _collective(row: Any) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from noonsight.model.count.flops import StepFlops
 from noonsight.train.rehearse.hlo import Collective
 from noonsight.train.rehearse.targets import Target
+from noonsight.train.rehearse.traffic import RAGGED
 
 REACHED = 0.4
 """What the kernels reach of the peak, recomputation counted as work."""
@@ -49,14 +50,19 @@ def estimate(
     step_tokens: int,
     run_tokens: int,
     host_bytes: int,
+    ragged_bytes: int | None = None,
     price: float | None = None,
 ) -> Estimate:
-    """The step whose FLOPs on all devices are `flops` and that moves `host_bytes` of each device to and from the host."""
+    """The step whose FLOPs on all devices are `flops` and that moves `host_bytes` of each device to and from the host.
+
+    `ragged_bytes`: what travels in the ragged exchanges, whose results are room and not traffic.
+    """
     chip, devices = target.chip, target.num_devices
     price = chip.price if price is None else price
     least = flops.executed / devices / chip.peak
     network = sum(row.wire_bytes for row in sent if crosses(row)) / chip.network
-    links = sum(row.wire_bytes for row in sent if not crosses(row)) / chip.link
+    inside = [row for row in sent if not crosses(row) and (ragged_bytes is None or row.kind != RAGGED)]
+    links = (sum(row.wire_bytes for row in inside) + (ragged_bytes or 0)) / chip.link
     host = 2 * host_bytes / chip.host_link
     step = least / REACHED + (1 - HIDDEN) * links + network + host
     per_s = step_tokens / step

@@ -11,7 +11,7 @@ from noonsight.cli.app import run
 from noonsight.model.count.devices import carry_bytes
 from noonsight.model.families import hero, miniature
 from noonsight.model.loss import CHUNK_TOKENS as CHUNK_OF_THE_LOSS
-from noonsight.train.rehearse import mistakes, roofline, what_if
+from noonsight.train.rehearse import mistakes, roofline, traffic, what_if
 from noonsight.train.rehearse.compile import Found, Leaf, parameter_of
 from noonsight.train.rehearse.hlo import Collective, Held
 from noonsight.train.rehearse.job import changed, make_job
@@ -164,3 +164,17 @@ def test_changes_are_combined():
         what_if.apply(job, {"remat": "bloc"})
     with pytest.raises(ValueError, match="'few' is no number"):
         what_if.apply(job, {"rows": "few"})
+
+
+def test_what_the_hero_sends_is_what_its_contract_says(job):
+    """864 transfers of a step: the figures that XLA's program for 64 GB200 was found to have."""
+    assert (job.training.model.exchange, job.training.model.capacity_factor) == ("ragged", 1.15)
+    row = Collective(kind="ragged-all-to-all", axes="expert", group=64, count=864, bytes_per_device=1_639_212_000_000)
+    answer = concluded(job, found(collectives=(row,)))
+    assert answer.exchanged.ratio == pytest.approx(1.0, abs=0.01)
+    rows = job.device_tokens * 8
+    assert answer.exchanged.sent_bytes == 48 * rows * (7 * 3072 * 2 + 2 + 4)
+    assert (
+        traffic.exchanged(job, ()) is None
+        and traffic.exchanged(changed(job, exchange="sorted", capacity_factor=None), (row,)) is None
+    )
