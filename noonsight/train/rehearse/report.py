@@ -12,7 +12,7 @@ from noonsight.model.count.flops import StepFlops, step_flops
 from noonsight.train.rehearse import mistakes
 from noonsight.train.rehearse.compile import Found, compile_job
 from noonsight.train.rehearse.job import Job
-from noonsight.train.rehearse.mistakes import Advice, Mistake
+from noonsight.train.rehearse.mistakes import Advice, Mistake, sized
 from noonsight.train.rehearse.roofline import Estimate, estimate
 from noonsight.train.rehearse.targets import GIB
 from noonsight.train.rehearse.traffic import Exchanged, exchanged
@@ -147,10 +147,10 @@ def page(rehearsal: Rehearsal) -> str:
         "",
         *(f"MISTAKE ({each.kind}): {each.text}" for each in rehearsal.mistakes),
         *(["", "To make it fit, the most effective first (about):"] if rehearsal.advice else []),
-        *(f"  {each.bytes / GIB:8.2f} GiB  {each.text}" for each in rehearsal.advice),
+        *(f"  {sized(each.bytes):>12}  {each.text}" for each in rehearsal.advice),
         "",
         "Largest arrays of one device (they do not all live at one time)",
-        *(f"  {size / GIB:8.2f} GiB  {kind:10.10}  {name}" for name, size, kind in mistakes.holders(found)),
+        *(f"  {sized(size):>12}  {kind:11.11}  {name}" for name, size, kind in mistakes.holders(found)),
         "",
         "Collectives of one device in one step        count        result          sent",
         *(_collective(row) for row in found.collectives),
@@ -185,7 +185,7 @@ def _memory(rehearsal: Rehearsal) -> list[str]:
         rows.append(("on the host meanwhile", found.host_temp_bytes, "offloaded inputs of layers"))
     return [
         "Memory of one device",
-        *(f"  {name:22}{size / GIB:9.2f} GiB  {text}".rstrip() for name, size, text in rows),
+        *(f"  {name:22}{sized(size):>13}  {text}".rstrip() for name, size, text in rows),
     ]
 
 
@@ -207,17 +207,13 @@ def _exchange(rehearsal: Rehearsal) -> list[str]:
     sent = rehearsal.exchanged
     if sent is None:
         return []
-    return [f"  The exchange's formula says {_size(sent.formula_bytes)}, so {sent.ratio:.1%} of it was found; "
-            f"{_size(sent.sent_bytes)} of rows travel."]  # fmt: skip
+    return [f"  The exchange's formula says {sized(sent.formula_bytes)}, so {sent.ratio:.1%} of it was found; "
+            f"{sized(sent.sent_bytes)} of rows travel."]  # fmt: skip
 
 
 def _collective(row: Any) -> str:
     where = f"{row.kind} along {row.axes} ({row.group})"
-    return f"  {where:42}{row.count:8,}{_size(row.bytes_per_device):>14}{_size(row.wire_bytes):>14}"
-
-
-def _size(number: float) -> str:
-    return f"{number / GIB:,.2f} GiB" if number >= GIB / 100 else f"{number / 2**20:,.2f} MiB"
+    return f"  {where:42}{row.count:8,}{sized(row.bytes_per_device):>14}{sized(row.wire_bytes):>14}"
 
 
 def _row(row: Any) -> dict[str, Any]:
