@@ -39,19 +39,46 @@ def pooled_wave(
     transport_factor: float = 1.15,
     capacity_factor: float = 1.15,
 ) -> PooledWave:
+    """The rows of a device with so many tokens; see `pooled_rows`."""
+    return pooled_rows(
+        device_tokens * config.num_experts_per_token,
+        shards=expert_shards,
+        experts_here=local_experts(config, expert_shards),
+        row_width=config.expert_input_width,
+        num_waves=num_waves,
+        transport_factor=transport_factor,
+        capacity_factor=capacity_factor,
+    )
+
+
+def pooled_rows(
+    assignments: int,
+    *,
+    shards: int,
+    experts_here: int,
+    row_width: int,
+    num_waves: int,
+    transport_factor: float,
+    capacity_factor: float,
+) -> PooledWave:
     """P = ceil(transport A / (shards waves)), R = ceil(capacity A / (local experts waves)), ceil(P / row width)."""
-    assignments = device_tokens * config.num_experts_per_token
-    rows = _ceil(transport_factor, assignments, expert_shards * num_waves)
+    rows = ceiled(transport_factor, assignments, shards * num_waves)
     return PooledWave(
         rows_per_pair=rows,
-        rows_per_expert=_ceil(capacity_factor, assignments, local_experts(config, expert_shards) * num_waves),
-        header_rows=-(-rows // config.expert_input_width),
+        rows_per_expert=ceiled(capacity_factor, assignments, experts_here * num_waves),
+        header_rows=-(-rows // row_width),
     )
 
 
 def ragged(config: ModelConfig, device_tokens: int, *, num_chunks: int = 2, capacity_factor: float = 1.15) -> Ragged:
+    """The rows of a device with so many tokens; see `ragged_rows`."""
+    assignments = device_tokens * config.num_experts_per_token
+    return ragged_rows(assignments, num_chunks=num_chunks, capacity_factor=capacity_factor)
+
+
+def ragged_rows(assignments: int, *, num_chunks: int, capacity_factor: float) -> Ragged:
     """ceil(capacity A) rows in all; the chunks share them evenly, rounded up."""
-    capacity = _ceil(capacity_factor, device_tokens * config.num_experts_per_token, 1)
+    capacity = ceiled(capacity_factor, assignments, 1)
     return Ragged(capacity=capacity, rows_per_chunk=-(-capacity // num_chunks))
 
 
@@ -75,7 +102,7 @@ def carry_bytes(config: ModelConfig, device_tokens: int) -> int:
     return device_tokens * config.width * width * config.num_layers
 
 
-def _ceil(factor: float, number: int, parts: int) -> int:
+def ceiled(factor: float, number: int, parts: int) -> int:
     """ceil(factor * number / parts), exact for a factor written in decimals."""
     exact = Fraction(str(factor)) * number / parts
     return -(-exact.numerator // exact.denominator)

@@ -12,9 +12,21 @@ weights of its token's other experts are not renormalised (Marin, #8435).
 from __future__ import annotations
 
 from noonsight.model.exchange.dense import einsum, sorted_blocks
+from noonsight.model.exchange.fixed import fixed
+from noonsight.model.exchange.pooled import pooled
 from noonsight.model.exchange.ragged import ragged
+from noonsight.model.exchange.ring import ring
+from noonsight.model.exchange.waterfill import waterfill
 from noonsight.model.exchange.way import Drops, Way
 
 __all__ = ["EXCHANGES", "Drops", "Way"]
 
-EXCHANGES = {"sorted": sorted_blocks, "einsum": einsum, "ragged": ragged}
+EXCHANGES = {
+    "sorted": sorted_blocks,
+    "einsum": einsum,
+    "ring": ring,
+    "fixed": fixed,
+    "pooled": pooled,
+    "ragged": ragged,
+    "waterfill": waterfill,
+}

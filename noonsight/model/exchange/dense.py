@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from noonsight.model import native
+from noonsight.model.exchange.gather import combined, dispatched
+from noonsight.model.exchange.grouped import block_products
 from noonsight.model.exchange.way import Drops, Way
 
 BLOCK = 128  # rows of one block; measured best for 1,024 to 4,096 assignments on two cores
@@ -37,15 +39,13 @@ def sorted_blocks(
     gate, up, down = (_all_experts(bank, way) for bank in (gate, up, down))
     if native.serves(way.dtype, x):
         return native.experts(x, chosen, weights, valid, gate, up, down), _no_drops()
-    num_tokens, per_token = chosen.shape
+    per_token = chosen.shape[1]
     plan = _plan(chosen, valid, gate.shape[0])
-    rows = _gather_rows(x, plan, per_token)
-    gated = jax.nn.silu(_products(rows, gate[plan.expert], way.dtype).astype(x.dtype))
-    hidden = gated * _products(rows, up[plan.expert], way.dtype).astype(x.dtype)
-    out = _products(hidden, down[plan.expert], way.dtype).reshape(-1, x.shape[1])
-    back = _gather_back(out, plan, num_tokens, per_token)
-    y = jnp.sum(back * weights.astype(jnp.float32)[..., None], axis=1)
-    return y.astype(x.dtype), _no_drops()
+    rows = dispatched(x, plan.source // per_token, plan.slot).reshape(len(plan.expert), BLOCK, -1)
+    gated = jax.nn.silu(block_products(rows, gate[plan.expert], way.dtype).astype(x.dtype))
+    hidden = gated * block_products(rows, up[plan.expert], way.dtype).astype(x.dtype)
+    out = block_products(hidden, down[plan.expert], way.dtype).reshape(-1, x.shape[1])
+    return combined(out, weights, plan.source, plan.slot).astype(x.dtype), _no_drops()
 
 
 def einsum(
@@ -75,32 +75,12 @@ def _no_drops() -> Drops:
     return Drops(jnp.int32(0), jnp.int32(0))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _products(rows: Float[Array, "n b p"], bank: Float[Array, "n p q"], dtype: str) -> Float[Array, "n b q"]:
-    """One product per block, inputs rounded to `dtype`, float32 sums. Written out backward as in `elementary.matmul`."""
-    return _dot("nbp,npq->nbq", rows.astype(dtype), bank.astype(dtype))
-
-
-def _products_forward(rows, bank, dtype):
-    return _products(rows, bank, dtype), (rows, bank)
-
-
-def _products_backward(dtype, saved, cotangent):
-    rows, bank = saved
-    slope = cotangent.astype(dtype)
-    d_rows = _dot("nbq,npq->nbp", slope, bank.astype(dtype))
-    return d_rows.astype(rows.dtype), _dot("nbp,nbq->npq", rows.astype(dtype), slope).astype(bank.dtype)
-
-
-_products.defvjp(_products_forward, _products_backward)
-
-
 class _Plan(NamedTuple):
     """Where each assignment (token * A + choice) sits in the blocks, and what each slot of the blocks holds."""
 
     expert: Int[Array, " n"]  # expert of each block
     source: Int[Array, " s"]  # assignment in each slot; T * A where the slot is empty
-    slot: Int[Array, " a"]  # slot of each assignment; n * BLOCK where it is not sent
+    slot: Int[Array, "T A"]  # slot of each assignment; n * BLOCK where it is not sent
 
 
 def _plan(chosen: Int[Array, "T A"], valid: Bool[Array, " T"], num_experts: int) -> _Plan:
@@ -118,45 +98,4 @@ def _plan(chosen: Int[Array, "T A"], valid: Bool[Array, " T"], num_experts: int)
     slot = jnp.zeros(num_assignments, place.dtype).at[order].set(place, unique_indices=True)
     ends = jnp.cumsum(padded[:num_experts])
     block_expert = jnp.searchsorted(ends, jnp.arange(num_blocks) * BLOCK, side="right")
-    return _Plan(jnp.minimum(block_expert, num_experts - 1), source, slot)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gather_rows(x: Float[Array, "T Z"], plan: _Plan, per_token: int) -> Float[Array, "n b Z"]:
-    """The row of each slot, 0 in empty slots. Backward gathers too: no row is ever added by index."""
-    return _take(x, plan.source // per_token).reshape(len(plan.expert), BLOCK, -1)
-
-
-def _gather_rows_forward(x, plan, per_token):
-    return _gather_rows(x, plan, per_token), plan
-
-
-def _gather_rows_backward(per_token, plan, cotangent):
-    rows = cotangent.reshape(-1, cotangent.shape[-1])
-    by_token = _take(rows, plan.slot).reshape(-1, per_token, rows.shape[-1])
-    return jnp.sum(by_token.astype(jnp.float32), axis=1).astype(rows.dtype), None
-
-
-_gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _gather_back(out: Float[Array, "s Z"], plan: _Plan, num_tokens: int, per_token: int) -> Float[Array, "T A Z"]:
-    """Each assignment's result, 0 where it was not sent. Backward is a gather by slot."""
-    return _take(out, plan.slot).reshape(num_tokens, per_token, -1)
-
-
-def _gather_back_forward(out, plan, num_tokens, per_token):
-    return _gather_back(out, plan, num_tokens, per_token), plan
-
-
-def _gather_back_backward(num_tokens, per_token, plan, cotangent):
-    return _take(cotangent.reshape(num_tokens * per_token, -1), plan.source), None
-
-
-_gather_back.defvjp(_gather_back_forward, _gather_back_backward)
-
-
-def _take(rows: Float[Array, "r Z"], index: Int[Array, " i"]) -> Float[Array, "i Z"]:
-    """rows[index], and 0 where the index is past the end."""
-    return rows.at[index].get(mode="fill", fill_value=0)
+    return _Plan(jnp.minimum(block_expert, num_experts - 1), source, slot.reshape(chosen.shape))

@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+_dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
 ROW_BLOCK = 128  # rows of one program of the kernel
 BLOCK = 64  # of the other two dims, at most
 LEAST_BLOCK = 16  # what a matrix unit takes; dims that are no multiple of it go another way
@@ -52,6 +54,26 @@ def _backward(dtype, saved, cotangent):
 
 
 grouped_product.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def block_products(rows: Float[Array, "n b p"], bank: Float[Array, "n p q"], dtype: str) -> Float[Array, "n b q"]:
+    """One product per block, inputs rounded to `dtype`, float32 sums. Written out backward as in `elementary.matmul`."""
+    return _dot("nbp,npq->nbq", rows.astype(dtype), bank.astype(dtype))
+
+
+def _block_forward(rows, bank, dtype):
+    return block_products(rows, bank, dtype), (rows, bank)
+
+
+def _block_backward(dtype, saved, cotangent):
+    rows, bank = saved
+    slope = cotangent.astype(dtype)
+    d_rows = _dot("nbq,npq->nbp", slope, bank.astype(dtype))
+    return d_rows.astype(rows.dtype), _dot("nbp,nbq->npq", rows.astype(dtype), slope).astype(bank.dtype)
+
+
+block_products.defvjp(_block_forward, _block_backward)
 
 
 def grouped_swiglu(

@@ -64,11 +64,6 @@ def blank(num_rows: int, tie: Float[Array, "N Z"]) -> Float[Array, "R Z"]:
     return jax.lax.optimization_barrier((empty, tie))[0]
 
 
-def take(rows: Float[Array, "r Z"], index: Int[Array, "*i"]) -> Float[Array, "*i Z"]:
-    """rows[index], and 0 where the index is past the end."""
-    return rows.at[index].get(mode="fill", fill_value=0)
-
-
 def exclusive(counts: Int[Array, "*b n"]) -> Int[Array, "*b n"]:
     """Sums of all entries before each along the last axis."""
     return jnp.cumsum(counts, axis=-1) - counts
