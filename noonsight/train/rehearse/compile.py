@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from noonsight.train.recover import die_with_parent
 from noonsight.train.rehearse.hlo import Collective, Held, collectives, largest, looped
 from noonsight.train.rehearse.job import Job
 from noonsight.train.rehearse.targets import describe_gpu, environment
@@ -244,7 +245,8 @@ def leaves_of(job: Job, state: Any) -> Iterable[Leaf]:
 
 
 def main() -> None:
-    """The process: a job on stdin, what was found on stdout."""
+    """The process: a job on stdin, what was found on stdout. It dies with the one that started it."""
+    die_with_parent()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     found = compile_here(job)
     sys.stdout.write("\n" + msgspec.json.encode(asdict(found)).decode() + "\n")

@@ -71,7 +71,7 @@ def concluded(job: Job, found: Found, *, price: float | None = None) -> Rehearsa
             step_tokens=job.rows * training.sequence_length,
             run_tokens=training.schedule_steps * training.batch_tokens,
             host_bytes=found.host_resident_bytes,
-            ragged_bytes=sent and sent.sent_bytes,
+            ragged_bytes=sent.sent_bytes if sent and training.model.exchange == "ragged" else None,
             price=price,
         ),
         mistakes=tuple(mistakes.mistakes(job, found)),

@@ -176,10 +176,10 @@ def test_what_the_hero_sends_is_what_its_contract_says(job):
     assert answer.exchanged.ratio == pytest.approx(1.0, abs=0.01)
     rows = job.device_tokens * 8
     assert answer.exchanged.sent_bytes == 48 * rows * (7 * 3072 * 2 + 2 + 4)
-    assert (
-        traffic.exchanged(job, ()) is None
-        and traffic.exchanged(changed(job, exchange="sorted", capacity_factor=None), (row,)) is None
-    )
+    assert traffic.exchanged(job, ()) is None
+    assert traffic.exchanged(changed(job, exchange="sorted", capacity_factor=None), (row,)) is None
+    waves = Collective(kind="all-to-all", axes="expert", group=64, count=1026, bytes_per_device=1_247_161_614_336)
+    assert traffic.exchanged(changed(job, exchange="pooled"), (waves,)).ratio == pytest.approx(1.0, abs=0.01)
 
 
 def test_experts_that_every_device_has_are_named():
