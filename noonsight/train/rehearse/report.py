@@ -142,6 +142,9 @@ def page(rehearsal: Rehearsal) -> str:
         f"A step of {job.rows:,} rows of {job.training.sequence_length:,} tokens, {job.rows_per_device} a device; "
         f"compiled in {found.lower_s + found.compile_s:.0f} s with {found.host_memory_bytes / GIB:.1f} GiB. "
         "Nothing was executed.",
+        f"Parameters are float32 on the device and cast at use (precision phase {rehearsal.precision}); moments lie "
+        f"{'on the host' if job.moments_on_host else 'on the device'}; exchange {job.training.model.exchange}, remat "
+        f"{job.training.model.remat}.",
         "",
         *_memory(rehearsal),
         "",

@@ -256,6 +256,7 @@ def environment(target: Target) -> dict[str, str]:
     told = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "NOONSIGHT_KERNELS": "xla"}
     if target.chip.platform == "tpu":
         told |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+        told |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # two rehearsals at a time: there is no TPU to fight for
     if target.chip.platform == "cpu":
         told["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={target.num_devices}"
     return told
