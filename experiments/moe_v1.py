@@ -20,7 +20,7 @@ from noonsight.train.config import OptimizerConfig
 
 TEXT = Path(__file__).parent / "moe-v1-text"  # folders of plain text; without them nothing can run, all be rehearsed
 RUN = FAMILIES["moe-v1"]
-MODEL = moe_v1()
+MODEL = replace(moe_v1(), exchange="ragged", capacity_factor=1.15)
 STEPS = RUN.tokens // (RUN.batch_size * MODEL.sequence_length)
 RUNG = Rung(
     name="moe-v1",
@@ -48,7 +48,7 @@ def experiment(name: str = Path(__file__).stem, seed: int = 0) -> Experiment:
     run = pretrain(
         RUNG,
         text,
-        model=replace(MODEL, remat="block"),
+        model=MODEL,
         seed=seed,
         optimizer=optimizer,
         checkpoint_every=5_000,

@@ -19,7 +19,7 @@ from noonsight.train.config import OptimizerConfig
 
 TEXT = Path(__file__).parent / "snowball-text"  # folders of plain text; without them nothing can run, all be rehearsed
 RUN = FAMILIES["snowball"]
-MODEL = snowball()
+MODEL = replace(snowball(), exchange="ragged", capacity_factor=1.15)
 RUNG = Rung(
     name="snowball",
     width=MODEL.width,
@@ -46,7 +46,7 @@ def experiment(name: str = Path(__file__).stem, seed: int = 0) -> Experiment:
     run = pretrain(
         RUNG,
         text,
-        model=replace(MODEL, remat="block"),
+        model=MODEL,
         seed=seed,
         optimizer=optimizer,
         checkpoint_every=5_000,

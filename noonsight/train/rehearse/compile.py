@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from noonsight.train.recover import die_with_parent
 from noonsight.train.rehearse.hlo import Collective, Held, collectives, largest, looped
 from noonsight.train.rehearse.job import Job
 from noonsight.train.rehearse.targets import describe_gpu, environment
@@ -141,11 +142,12 @@ def _last_words(said: str) -> str:
 # From here on inside the process of its own
 
 
-def _compile(job: Job) -> Found:
+def compile_here(job: Job) -> Found:
+    """What `compile_job` says, from this process: its variables must be those of the machine."""
     import resource
 
     step, state, batch = program_of(job, devices_of(job))
-    leaves = tuple(_leaves(job, state))
+    leaves = tuple(leaves_of(job, state))
     if job.machine.chip.platform == "cuda":  # described once more, with room for what is not there in truth
         step, state, batch = program_of(job, devices_of(job, _on_host(leaves) - _streamed(leaves)))
     start = time.perf_counter()
@@ -226,7 +228,8 @@ def program_of(job: Job, devices: list[Any]) -> tuple[Any, Any, Any]:
     return step, jax.tree.map(placed, shapes, shardings), batch
 
 
-def _leaves(job: Job, state: Any) -> Iterable[Leaf]:
+def leaves_of(job: Job, state: Any) -> Iterable[Leaf]:
+    """The arrays of a state that `program_of` described."""
     from noonsight.train.groups import by_path
 
     for path, leaf in by_path(state).items():
@@ -242,9 +245,10 @@ def _leaves(job: Job, state: Any) -> Iterable[Leaf]:
 
 
 def main() -> None:
-    """The process: a job on stdin, what was found on stdout."""
+    """The process: a job on stdin, what was found on stdout. It dies with the one that started it."""
+    die_with_parent()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    found = _compile(job)
+    found = compile_here(job)
     sys.stdout.write("\n" + msgspec.json.encode(asdict(found)).decode() + "\n")
 
 

@@ -25,6 +25,7 @@ _SIZE = {
     **dict.fromkeys(("s64", "u64", "f64", "c64"), 8),
 }
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_ON_HOST = re.compile(r"\b[a-z]+\d*\w*\[[\d,]*\]\{[^}]*S\(5\)[^}]*\}")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(")
 _TRIPS = re.compile(r'known_trip_count":?\s*\{"?n"?:\s*"?(\d+)')
@@ -101,7 +102,7 @@ def largest(text: str, number: int = 8) -> list[Held]:
 
 
 def results(text: str) -> Iterator[Held]:
-    """Every array that some instruction makes; inside fusions nothing is kept, so nothing is told."""
+    """Every array that some instruction makes on the device; inside fusions nothing is kept, so nothing is told."""
     blocks, _ = _blocks(text)
     fused = {
         callee for lines in blocks.values() for line in lines if " fusion(" in line for callee in _CALLEES.findall(line)
@@ -114,7 +115,7 @@ def results(text: str) -> Iterator[Held]:
             if made is None or made[3] in _FREE:
                 continue
             source = re.search(r'op_name="([^"]*)"', line)
-            for kind, dims in _ARRAY.findall(made[2]):
+            for kind, dims in _ARRAY.findall(_ON_HOST.sub("", made[2])):
                 if kind in _SIZE:
                     yield _held(kind, dims, made[3], source[1] if source else "")
 

@@ -15,7 +15,6 @@ from noonsight.train.rehearse.compile import Found, Leaf, parameter_of
 from noonsight.train.rehearse.hlo import Held
 from noonsight.train.rehearse.job import Job
 
-GIB = 2**30
 MOST_LOGITS = 8
 """So many chunks of the loss's logits may exist at once; a chunk is 256 tokens."""
 CHUNK_TOKENS = 256
@@ -59,6 +58,9 @@ def advice(job: Job, found: Found, *, budget: int) -> list[Advice]:
     if model.remat == "block" and machine.chip.platform != "cpu":
         told.append(Advice(text='remat "offload": the inputs of layers go to the host', bytes=carry))
     moments = sum(leaf.bytes for leaf in found.leaves if leaf.path.startswith("opt."))
+    if model.exchange in ("sorted", "einsum") and job.mesh["expert"] > 1:
+        gathered = sum(held.bytes for held in found.largest if _is_gathered_bank(held, job))
+        told.append(Advice(text=f"an exchange that sends rows: {model.exchange!r} gathers all experts", bytes=gathered))
     if not job.moments_on_host:
         told.append(Advice(text="keep the moments on the host", bytes=moments))
     if job.rows_per_device > 1:
@@ -80,19 +82,27 @@ def holders(found: Found, number: int = 12) -> list[tuple[str, int, str]]:
     return sorted([*state, *made], key=lambda each: -each[1])[:number]
 
 
+def sized(number: float) -> str:
+    """Bytes to be read."""
+    if number < 1024:
+        return f"{number:,.0f} bytes"
+    power = min(3, (int(number).bit_length() - 1) // 10)
+    return f"{number / 1024**power:,.2f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
 def _replicated(job: Job, leaves: Iterable[Leaf]) -> Iterator[Mistake]:
     shards = job.mesh["expert"]
     for leaf in leaves:
-        if _is_experts(leaf.path) and leaf.parts < shards:
+        if leaf.path.startswith("params.") and _is_experts(leaf.path) and leaf.parts < shards:
             extra = leaf.bytes - leaf.bytes * leaf.parts // shards
-            where = "the host" if leaf.on_host else "the device"
             yield Mistake(
                 kind="replicated experts",
                 name=leaf.path,
-                bytes=0 if leaf.on_host else extra,
+                bytes=extra,
                 text=(
                     f"{leaf.path} {list(leaf.shape)} is split into {leaf.parts} parts where the mesh has {shards} for "
-                    f"the experts, so {where} holds {extra / GIB:.2f} GiB too much; split its dim of experts in SPECS"
+                    f"the experts, so each device holds {sized(extra)} too much of it, of its gradient and of its "
+                    "moments; split its dim of experts in SPECS"
                 ),
             )
 
@@ -117,8 +127,8 @@ def _kept(job: Job, looped: Iterable[Held]) -> Iterator[Mistake]:
             name="the layers' activations",
             bytes=total - carry,
             text=(
-                f"the loop over layers keeps {total / GIB:.2f} GiB for its backward pass ({names}) where remat "
-                f"{model.remat!r} keeps the layers' inputs, {carry / GIB:.2f} GiB; see that jax.checkpoint is around a layer"
+                f"the loop over layers keeps {sized(total)} for its backward pass ({names}) where remat "
+                f"{model.remat!r} keeps the layers' inputs, {sized(carry)}; see that jax.checkpoint is around a layer"
             ),
         )
 
@@ -151,10 +161,16 @@ def _logits(job: Job, largest: Iterable[Held]) -> Iterator[Mistake]:
             name=held.shape,
             bytes=held.bytes,
             text=(
-                f"logits of {rows:,} tokens exist at once ({held.shape}, {held.bytes / GIB:.2f} GiB); the loss reads "
+                f"logits of {rows:,} tokens exist at once ({held.shape}, {sized(held.bytes)}); the loss reads "
                 f"{CHUNK_TOKENS} at a time, so they are made outside weighted_loss or the tokens are not split"
             ),
         )
+
+
+def _is_gathered_bank(held: Held, job: Job) -> bool:
+    model = job.training.model
+    sides = {model.expert_input_width, model.expert_width}
+    return len(held.dims) >= 3 and set(held.dims[-2:]) <= sides and held.dims[0] >= model.num_experts
 
 
 def _is_experts(path: str) -> bool:

@@ -12,9 +12,10 @@ from noonsight.model.count.flops import StepFlops, step_flops
 from noonsight.train.rehearse import mistakes
 from noonsight.train.rehearse.compile import Found, compile_job
 from noonsight.train.rehearse.job import Job
-from noonsight.train.rehearse.mistakes import Advice, Mistake
+from noonsight.train.rehearse.mistakes import Advice, Mistake, sized
 from noonsight.train.rehearse.roofline import Estimate, estimate
 from noonsight.train.rehearse.targets import GIB
+from noonsight.train.rehearse.traffic import Exchanged, exchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Rehearsal:
     job: Job
     found: Found
     flops: StepFlops
+    exchanged: Exchanged | None
     estimate: Estimate
     mistakes: tuple[Mistake, ...]
     advice: tuple[Advice, ...]
@@ -56,10 +58,12 @@ def concluded(job: Job, found: Found, *, price: float | None = None) -> Rehearsa
     flops = step_flops(training.model, job.rows, optimizer=training.optimizer.kind)
     optimizer = flops.optimizer * machine.num_slices  # every slice makes the same update
     flops = StepFlops(**{**asdict(flops), "optimizer": optimizer})
+    sent = exchanged(job, found.collectives)
     return Rehearsal(
         job=job,
         found=found,
         flops=flops,
+        exchanged=sent,
         estimate=estimate(
             machine,
             flops,
@@ -67,6 +71,7 @@ def concluded(job: Job, found: Found, *, price: float | None = None) -> Rehearsa
             step_tokens=job.rows * training.sequence_length,
             run_tokens=training.schedule_steps * training.batch_tokens,
             host_bytes=found.host_resident_bytes,
+            ragged_bytes=sent.sent_bytes if sent and training.model.exchange == "ragged" else None,
             price=price,
         ),
         mistakes=tuple(mistakes.mistakes(job, found)),
@@ -104,6 +109,7 @@ def told(rehearsal: Rehearsal) -> dict[str, Any]:
         "budget_bytes_per_device": rehearsal.budget,
         "fits": rehearsal.fits,
         "collectives": [_row(row) for row in found.collectives],
+        "exchanged": rehearsal.exchanged and asdict(rehearsal.exchanged) | {"ratio": rehearsal.exchanged.ratio},
         "flops": {
             "useful": flops.useful,
             "recompute": flops.recompute,
@@ -136,25 +142,29 @@ def page(rehearsal: Rehearsal) -> str:
         f"A step of {job.rows:,} rows of {job.training.sequence_length:,} tokens, {job.rows_per_device} a device; "
         f"compiled in {found.lower_s + found.compile_s:.0f} s with {found.host_memory_bytes / GIB:.1f} GiB. "
         "Nothing was executed.",
+        f"Parameters are float32 on the device and cast at use (precision phase {rehearsal.precision}); moments lie "
+        f"{'on the host' if job.moments_on_host else 'on the device'}; exchange {job.training.model.exchange}, remat "
+        f"{job.training.model.remat}.",
         "",
         *_memory(rehearsal),
         "",
         *(f"MISTAKE ({each.kind}): {each.text}" for each in rehearsal.mistakes),
         *(["", "To make it fit, the most effective first (about):"] if rehearsal.advice else []),
-        *(f"  {each.bytes / GIB:8.2f} GiB  {each.text}" for each in rehearsal.advice),
+        *(f"  {sized(each.bytes):>12}  {each.text}" for each in rehearsal.advice),
         "",
         "Largest arrays of one device (they do not all live at one time)",
-        *(f"  {size / GIB:8.2f} GiB  {kind:10.10}  {name}" for name, size, kind in mistakes.holders(found)),
+        *(f"  {sized(size):>12}  {kind:11.11}  {name}" for name, size, kind in mistakes.holders(found)),
         "",
         "Collectives of one device in one step        count        result          sent",
         *(_collective(row) for row in found.collectives),
+        *_exchange(rehearsal),
         "",
         *_work(rehearsal),
         "",
         f"Step about {time.step_s:.1f} s ({time.mfu:.1%} MFU, {time.tokens_per_s:,.0f} tokens/s); "
         f"no faster than {time.bound_s:.1f} s. The whole run about {time.days:,.1f} days and ${time.dollars:,.0f}.",
         "Assumed: " + "; ".join(time.assumptions) + ".",
-        *(f"The compiler says: {each}" for each in found.warnings),
+        *(f"The compiler says: {each}" for each in found.warnings if not rehearsal.fits),
     ]
     return "\n".join(_squeezed(lines))
 
@@ -178,7 +188,7 @@ def _memory(rehearsal: Rehearsal) -> list[str]:
         rows.append(("on the host meanwhile", found.host_temp_bytes, "offloaded inputs of layers"))
     return [
         "Memory of one device",
-        *(f"  {name:22}{size / GIB:9.2f} GiB  {text}".rstrip() for name, size, text in rows),
+        *(f"  {name:22}{sized(size):>13}  {text}".rstrip() for name, size, text in rows),
     ]
 
 
@@ -196,13 +206,17 @@ def _work(rehearsal: Rehearsal) -> list[str]:
     return ["FLOPs of a step, all devices, in closed form; share of three forwards", *lines, whole]
 
 
+def _exchange(rehearsal: Rehearsal) -> list[str]:
+    sent = rehearsal.exchanged
+    if sent is None:
+        return []
+    return [f"  The exchange's formula says {sized(sent.formula_bytes)}, so {sent.ratio:.1%} of it was found; "
+            f"{sized(sent.sent_bytes)} of rows travel."]  # fmt: skip
+
+
 def _collective(row: Any) -> str:
     where = f"{row.kind} along {row.axes} ({row.group})"
-    return f"  {where:42}{row.count:8,}{_size(row.bytes_per_device):>14}{_size(row.wire_bytes):>14}"
-
-
-def _size(number: float) -> str:
-    return f"{number / GIB:,.2f} GiB" if number >= GIB / 100 else f"{number / 2**20:,.2f} MiB"
+    return f"  {where:42}{row.count:8,}{sized(row.bytes_per_device):>14}{sized(row.wire_bytes):>14}"
 
 
 def _row(row: Any) -> dict[str, Any]:

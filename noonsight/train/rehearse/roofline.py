@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from noonsight.model.count.flops import StepFlops
 from noonsight.train.rehearse.hlo import Collective
 from noonsight.train.rehearse.targets import Target
+from noonsight.train.rehearse.traffic import RAGGED
 
 REACHED = 0.4
 """What the kernels reach of the peak, recomputation counted as work."""
 HIDDEN = 0.5
-"""What of the collectives inside a slice is hidden behind products."""
+"""What of the collectives inside an island is hidden behind products."""
 
 SECONDS_OF_A_DAY = 86_400
 
@@ -49,14 +50,19 @@ def estimate(
     step_tokens: int,
     run_tokens: int,
     host_bytes: int,
+    ragged_bytes: int | None = None,
     price: float | None = None,
 ) -> Estimate:
-    """The step whose FLOPs on all devices are `flops` and that moves `host_bytes` of each device to and from the host."""
+    """The step whose FLOPs on all devices are `flops` and that moves `host_bytes` of each device to and from the host.
+
+    `ragged_bytes`: what travels in the ragged exchanges, whose results are room and not traffic.
+    """
     chip, devices = target.chip, target.num_devices
     price = chip.price if price is None else price
     least = flops.executed / devices / chip.peak
-    network = sum(row.wire_bytes for row in sent if crosses(row)) / chip.network
-    links = sum(row.wire_bytes for row in sent if not crosses(row)) / chip.link
+    network = sum(row.wire_bytes for row in sent if crosses(row, target)) / chip.network
+    inside = [row for row in sent if not crosses(row, target) and (ragged_bytes is None or row.kind != RAGGED)]
+    links = (sum(row.wire_bytes for row in inside) + (ragged_bytes or 0)) / chip.link
     host = 2 * host_bytes / chip.host_link
     step = least / REACHED + (1 - HIDDEN) * links + network + host
     per_s = step_tokens / step
@@ -74,8 +80,8 @@ def estimate(
         dollars=days * 24 * devices * price,
         assumptions=(
             f"products reach {REACHED:.0%} of {chip.peak / 1e12:,.0f} TFLOP/s, recomputation counted as work",
-            f"{HIDDEN:.0%} of what is sent inside a slice, {chip.link / 1e9:,.0f} GB/s a device, is hidden",
-            f"nothing of what is sent between slices, {chip.network / 1e9:,.0f} GB/s a device, is hidden",
+            f"{HIDDEN:.0%} of what is sent inside {target.island} devices, {chip.link / 1e9:,.0f} GB/s a device, is hidden",
+            f"nothing of what is sent beyond them, {chip.network / 1e9:,.0f} GB/s a device, is hidden",
             f"moments go both ways at {chip.host_link / 1e9:,.0f} GB/s, not hidden",
             f"an hour of one device costs ${price:,.2f}",
             "no stop, no evaluation, no checkpoint; every step as long as this one",
@@ -83,6 +89,7 @@ def estimate(
     )
 
 
-def crosses(row: Collective) -> bool:
-    """Whether a collective leaves the slice: replicas are joined by the data-centre network."""
-    return "replica" in row.axes.split(" x ")
+def crosses(row: Collective, target: Target) -> bool:
+    """Whether a collective leaves the island: replicas always do, and `data` where a slice is several islands."""
+    axes = row.axes.split(" x ")
+    return "replica" in axes or ("data" in axes and target.island * target.num_slices < target.num_devices)

@@ -38,14 +38,15 @@ class Chip:
     budget: int  # what a program may use
     bandwidth: float  # of the device's memory
     peak: float  # dense bfloat16
-    link: float  # to the devices of its slice, all links together
-    network: float  # to other slices
+    link: float  # to the devices of its island, all links together
+    network: float  # to all others
     host_link: float
     price: float
     dims: tuple[int, ...] = (3,)  # how many numbers a shape may have
     capability: tuple[int, int] = (0, 0)
     cores: int = 0
     devices_per_chip: int = 1
+    island_of_host: bool = False  # the fast links end at the host, not at the slice
 
 
 def _gpu(
@@ -61,6 +62,7 @@ def _gpu(
     budget: int | None = None,
     capability: tuple[int, int] = (10, 0),
     cores: int = 148,
+    rack: bool = False,
 ) -> Chip:
     return Chip(
         name=name,
@@ -76,6 +78,7 @@ def _gpu(
         price=price,
         capability=capability,
         cores=cores,
+        island_of_host=not rack,
     )
 
 
@@ -115,6 +118,7 @@ CHIPS: dict[str, Chip] = {
             host_link=225e9,
             budget=int(138.2 * GIB),
             cores=152,
+            rack=True,
         ),
         _gpu("b200", "NVIDIA B200", 192_265_847_000, 2.25e15, 900e9, 8.6),
         _gpu(
@@ -178,6 +182,11 @@ class Target:
         return math.prod(self.shape) * self.chip.devices_per_chip
 
     @property
+    def island(self) -> int:
+        """Devices that the fast links join: a rack, a torus, or one host."""
+        return self.shape[-1] if self.chip.island_of_host else self.num_devices // self.num_slices
+
+    @property
     def num_slices(self) -> int:
         """Parts between which there is only the data-centre network."""
         return self.shape[0] if self.chip.platform == "cuda" else 1
@@ -204,18 +213,18 @@ def parse(text: str) -> Target:
 
 
 def mesh_sizes(target: Target, config: ModelConfig, *, context: int = 1) -> dict[str, int]:
-    """Mesh axis -> size: slices are replicas; of the devices of a slice, as many as divide the experts evenly share them
-    (`expert`), what is left over splits data.
+    """Mesh axis -> size: slices are replicas; of the devices of an island, as many as divide the experts evenly share
+    them (`expert`), what is left over of the slice splits data.
 
-    `context` devices share each sequence. Raises ValueError when it does not divide the devices of a slice.
+    `context` devices share each sequence. Raises ValueError when it does not divide the devices of an island.
     """
-    here, rest = divmod(target.num_devices, target.num_slices * context)
-    if rest:
+    if target.island % context:
         raise ValueError(
-            f"context {context} does not divide the {target.num_devices // target.num_slices} devices of a slice of "
-            f"{target.name}; take a divisor"
+            f"context {context} does not divide the {target.island} devices that the links of {target.name} join; "
+            "take a divisor"
         )
-    expert = math.gcd(here, config.num_experts) if config.is_moe else 1
+    here = target.num_devices // target.num_slices // context
+    expert = math.gcd(target.island // context, config.num_experts) if config.is_moe else 1
     return {"replica": target.num_slices, "data": here // expert, "expert": expert, "model": 1, "context": context}
 
 
@@ -247,6 +256,7 @@ def environment(target: Target) -> dict[str, str]:
     told = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "NOONSIGHT_KERNELS": "xla"}
     if target.chip.platform == "tpu":
         told |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+        told |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # two rehearsals at a time: there is no TPU to fight for
     if target.chip.platform == "cpu":
         told["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={target.num_devices}"
     return told

@@ -11,12 +11,13 @@ from noonsight.cli.app import run
 from noonsight.model.count.devices import carry_bytes
 from noonsight.model.families import hero, miniature
 from noonsight.model.loss import CHUNK_TOKENS as CHUNK_OF_THE_LOSS
-from noonsight.train.rehearse import mistakes, roofline, what_if
-from noonsight.train.rehearse.compile import Found, Leaf, parameter_of
+from noonsight.train.rehearse import mistakes, roofline, traffic, what_if
+from noonsight.train.rehearse.compile import Found, Leaf, devices_of, leaves_of, parameter_of, program_of
 from noonsight.train.rehearse.hlo import Collective, Held
 from noonsight.train.rehearse.job import changed, make_job
 from noonsight.train.rehearse.report import concluded, page, told
 from noonsight.train.rehearse.targets import GIB
+from proofs import rehearsal
 from tests.train.toy import pretrain_config
 
 KEYS = {
@@ -30,6 +31,7 @@ from noonsight.logbook.record import Artifact, Placement
 from noonsight.model.families import miniature
 from noonsight.plan.stage import Experiment, Stage
 from noonsight.recipe import pretraining
+from proofs import rehearsal
 from tests.train.toy import pretrain_config
 
 def experiment():
@@ -164,3 +166,33 @@ def test_changes_are_combined():
         what_if.apply(job, {"remat": "bloc"})
     with pytest.raises(ValueError, match="'few' is no number"):
         what_if.apply(job, {"rows": "few"})
+
+
+def test_what_the_hero_sends_is_what_its_contract_says(job):
+    """864 transfers of a step: the figures that XLA's program for 64 GB200 was found to have."""
+    assert (job.training.model.exchange, job.training.model.capacity_factor) == ("ragged", 1.15)
+    row = Collective(kind="ragged-all-to-all", axes="expert", group=64, count=864, bytes_per_device=1_639_212_000_000)
+    answer = concluded(job, found(collectives=(row,)))
+    assert answer.exchanged.ratio == pytest.approx(1.0, abs=0.01)
+    rows = job.device_tokens * 8
+    assert answer.exchanged.sent_bytes == 48 * rows * (7 * 3072 * 2 + 2 + 4)
+    assert traffic.exchanged(job, ()) is None
+    assert traffic.exchanged(changed(job, exchange="sorted", capacity_factor=None), (row,)) is None
+    waves = Collective(kind="all-to-all", axes="expert", group=64, count=1026, bytes_per_device=1_247_161_614_336)
+    assert traffic.exchanged(changed(job, exchange="pooled"), (waves,)).ratio == pytest.approx(1.0, abs=0.01)
+
+
+def test_experts_that_every_device_has_are_named():
+    with rehearsal.replicated_experts():
+        small = rehearsal.small_job()
+        _, state, _ = program_of(small, devices_of(small))
+        wrong = mistakes.mistakes(small, found(leaves=tuple(leaves_of(small, state))))
+    assert {each.name for each in wrong} == {f"params.layers.expert_{name}" for name in ("gate", "up", "down")}
+    assert all("split its dim of experts in SPECS" in each.text and each.bytes == 3 * 7 * 16 * 16 * 4 for each in wrong)
+    _, state, _ = program_of(small, devices_of(small))
+    assert not mistakes.mistakes(small, found(leaves=tuple(leaves_of(small, state))))
+
+
+@pytest.mark.parametrize(("number", "text"), [(1023, "1,023 bytes"), (2**20, "1.00 MiB"), (5000 * GIB, "5,000.00 GiB")])
+def test_bytes_are_told_in_their_unit(number, text):
+    assert mistakes.sized(number) == text

@@ -37,11 +37,13 @@ def test_what_is_no_target_is_answered(text, said):
         parse(text)
 
 
-def test_slices_are_replicas_and_experts_are_split_inside():
+def test_slices_are_replicas_and_experts_are_split_where_links_are_fast():
     assert mesh_sizes(parse("gb200:11x16x4"), hero()) == dict(replica=11, data=1, expert=64, model=1, context=1)
     assert mesh_sizes(parse("gb200:1x16x4"), hero(), context=4)["expert"] == 16
+    assert mesh_sizes(parse("h100:2x4x8"), hero()) == dict(replica=2, data=4, expert=8, model=1, context=1)
+    assert (parse("h100:2x4x8").island, parse("gb200:2x4x4").island, parse("tpu7x:2x2x2").island) == (8, 16, 16)
     assert mesh_sizes(parse("cpu:16"), miniature(16, 2, 32)) == dict(replica=1, data=2, expert=8, model=1, context=1)
-    with pytest.raises(ValueError, match="context 3 does not divide the 64 devices"):
+    with pytest.raises(ValueError, match="context 3 does not divide the 64 devices that"):
         mesh_sizes(parse("gb200:1x16x4"), hero(), context=3)
 
 
