@@ -73,6 +73,26 @@ def _combined_backward(saved, cotangent):
 combined.defvjp(_combined_forward, _combined_backward)
 
 
+@jax.custom_vjp
+def summed_back(
+    rows: Float[Array, "r Z"], assignment: Int[Array, " r"], place: Int[Array, "T A"]
+) -> Float[Array, "T Z"]:
+    """`summed`, with the assignment of each row for the way back."""
+    return summed(rows, place)
+
+
+def _summed_backward(saved, cotangent):
+    assignment, per_token = saved
+    return take(cotangent, assignment // per_token), None, None
+
+
+def _summed_forward(rows, assignment, place):
+    return summed(rows, place), (assignment, place.shape[1])
+
+
+summed_back.defvjp(_summed_forward, _summed_backward)
+
+
 def summed(rows: Float[Array, "r Z"], place: Int[Array, "T A"]) -> Float[Array, "T Z"]:
     """The sum of the rows of each token's assignments, added in float32, in the dtype of `rows`."""
     return jnp.sum(take(rows, place).astype(jnp.float32), axis=1).astype(rows.dtype)

@@ -7,17 +7,14 @@
         SwiGLU of each group; send the results back to the rows they came from
     y[t] = sum over k of weights[t, k] * back[t, k]                                                   (float32)
 
-The capacity is that of the receiver: ceil(factor * mean load) rows over all chunks. Another rule of admission makes
-another exchange of the same transfers (`waterfill.py`). Backward, the rows are sent again and
-with them the cotangents; nothing of the forward pass is kept but its arguments. The weight's gradient <cotangent, y_row>
-is made where the expert is, as <cotangent W_down^T, hidden>, and comes back as a column: no result needs to be kept
-or sent twice (Marin, #8549, #8753).
+A row's weight acts on the token's device, or travels with it and acts where the expert is (`Way.weigh`): then the
+gradient of a weight is made there too, and comes back as a column. The capacity is that of the receiver: ceil(factor * mean load) rows over all chunks. Another rule of admission makes
+another exchange of the same transfers (`waterfill.py`). Backward, cotangents travel the same ways (Marin, #8549, #8753).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -25,8 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from noonsight.model.count.devices import ragged_rows
-from noonsight.model.exchange.gather import inverted, summed, take
-from noonsight.model.exchange.grouped import grouped_product
+from noonsight.model.exchange.gather import combined, dispatched, inverted, summed_back
+from noonsight.model.exchange.grouped import grouped_swiglu
 from noonsight.model.exchange.transfer import Move, blank, everyones, exclusive, here, moved
 from noonsight.model.exchange.way import Drops, Way
 
@@ -99,7 +96,7 @@ class _Chunk(NamedTuple):
 class _Plan(NamedTuple):
     """Where each assignment goes."""
 
-    token: Int[Array, " n"]  # of each row in sorted order
+    assignment: Int[Array, " n"]  # of each row in sorted order; T * A where it is not sent
     place: Int[Array, "T A"]  # of each assignment in that order; n where it is not sent
     chunks: tuple[_Chunk, ...]
 
@@ -130,69 +127,35 @@ def _plan(
     sent = jnp.arange(num_rows) < jnp.append(jnp.concatenate(ends, axis=-1), 0)[expert[order]]
     position = inverted(order, num_rows)
     place = jnp.where(sent[position], position, num_rows).reshape(chosen.shape)
-    return _Plan(order // chosen.shape[1], place, tuple(chunks)), jnp.sum(wanted[:, me]) - arriving
+    assignment = jnp.where(sent, order, num_rows)
+    return _Plan(assignment, place, tuple(chunks)), jnp.sum(wanted[:, me]) - arriving
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _routed(
     x: Float[Array, "T Z"], weights: Float[Array, "T A"], banks: Banks, plan: _Plan, room: int, way: Way
 ) -> Float[Array, "T Z"]:
-    rows, num_tokens = take(x, plan.token), len(x)
-    back = blank(len(rows), rows)
-    for chunk, (gate, up, down) in _chunks(banks, plan):
-        rows, back = jax.lax.optimization_barrier((rows, back))  # one chunk after the other
-        received = moved(rows, blank(room, rows), chunk.out, num_tokens, way)
-        hidden = _hidden(received, gate, up, chunk.sizes, way.dtype)
-        results = grouped_product(hidden, down, chunk.sizes, way.dtype)
-        back = moved(results, back, chunk.back, num_tokens, way)
-    y = jnp.sum(take(back, plan.place).astype(jnp.float32) * weights.astype(jnp.float32)[..., None], axis=1)
-    return y.astype(x.dtype)
-
-
-def _forward(x, weights, banks, plan, room, way):
-    return _routed(x, weights, banks, plan, room, way), (x, weights, banks, plan)
-
-
-def _backward(room, way, saved, cotangent):
-    x, weights, banks, plan = saved
     num_tokens = len(x)
-    rows, slopes = take(x, plan.token), take(cotangent, plan.token)
-    weight = (
-        jnp.zeros(len(rows), weights.dtype).at[plan.place.reshape(-1)].set(weights.reshape(-1), mode="drop")[:, None]
-    )
-    d_rows, d_weight = blank(len(rows), rows), blank(len(rows), weight.astype(jnp.float32))
-    d_banks = []
-    for chunk, (gate, up, down) in _chunks(banks, plan):
-        rows, slopes, d_rows = jax.lax.optimization_barrier((rows, slopes, d_rows))
-        received, slope, scale = (
-            moved(each, blank(room, each), chunk.out, num_tokens, way) for each in (rows, slopes, weight)
-        )
-        hidden, pull = jax.vjp(lambda *args, chunk=chunk: _hidden(*args, chunk.sizes, way.dtype), received, gate, up)
-        arrived = jnp.arange(len(received))[:, None] < jnp.sum(chunk.sizes)
-        scale = jnp.where(arrived, scale, 0)
-        _, pull_down = jax.vjp(lambda *args, chunk=chunk: grouped_product(*args, chunk.sizes, way.dtype), hidden, down)
-        d_down = pull_down((jnp.where(arrived, slope, 0) * scale).astype(hidden.dtype))[1]
-        unscaled = grouped_product(slope.astype(hidden.dtype), jnp.swapaxes(down, 1, 2), chunk.sizes, way.dtype)
-        d_scale = jnp.sum(hidden.astype(jnp.float32) * unscaled.astype(jnp.float32), axis=1, keepdims=True)
-        d_received, d_gate, d_up = pull((unscaled * scale).astype(hidden.dtype))
-        d_rows = moved(d_received, d_rows, chunk.back, num_tokens, way)
-        d_weight = moved(d_scale, d_weight, chunk.back, num_tokens, way)
-        d_banks.append((d_gate, d_up, d_down))
-    dx = summed(d_rows, plan.place)
-    d_weights = take(d_weight, plan.place)[..., 0].astype(weights.dtype)
-    d_banks = tuple(jnp.concatenate(each) for each in zip(*d_banks))
-    return dx, d_weights, d_banks, None
-
-
-_routed.defvjp(_forward, _backward)
-
-
-def _chunks(banks: Banks, plan: _Plan):
-    """Each chunk with its part of the banks."""
+    rows = dispatched(x, plan.assignment // weights.shape[1], plan.place)
+    scales = jnp.append(weights.reshape(-1), 0)[plan.assignment][:, None]
+    back = blank(weights.size, rows)
     group = len(banks[0]) // len(plan.chunks)
     for number, chunk in enumerate(plan.chunks):
-        yield chunk, tuple(bank[number * group : (number + 1) * group] for bank in banks)
+        gate, up, down = (bank[number * group : (number + 1) * group] for bank in banks)
+        last, out, home = number + 1 == len(plan.chunks), (chunk.out, chunk.back), (chunk.back, chunk.out)
+        rows, back = jax.lax.optimization_barrier((rows, back))  # one chunk after the other
+        received, rows = moved(rows, blank(room, rows), *out, last, num_tokens, way)
+        results = grouped_swiglu(received, gate, up, down, chunk.sizes, way.dtype)
+        if way.weigh == "expert":
+            scale, scales = moved(scales, blank(room, scales), *out, last, num_tokens, way)
+            results = _scaled(results, scale, jnp.sum(chunk.sizes))
+        back, _ = moved(results, back, *home, True, num_tokens, way)
+    if way.weigh == "expert":
+        return summed_back(back, plan.assignment, plan.place)
+    return combined(back, weights, plan.assignment, plan.place).astype(x.dtype)
 
 
-def _hidden(rows, gate, up, sizes, dtype):
-    return jax.nn.silu(grouped_product(rows, gate, sizes, dtype)) * grouped_product(rows, up, sizes, dtype)
+def _scaled(rows: Float[Array, "R Z"], scale: Float[Array, "R 1"], arrived: Int[Array, ""]) -> Float[Array, "R Z"]:
+    """Rows times their weights, those that arrived."""
+    here = jnp.arange(len(rows))[:, None] < arrived
+    wide = jnp.where(here, rows, 0).astype(jnp.float32) * jnp.where(here, scale, 0).astype(jnp.float32)
+    return wide.astype(rows.dtype)

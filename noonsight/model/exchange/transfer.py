@@ -41,19 +41,47 @@ def here(way: Way) -> Int[Array, ""]:
     return jnp.int32(0) if way.axis is None else jax.lax.axis_index(way.axis)
 
 
-def moved(rows: Float[Array, "N Z"], into: Float[Array, "R Z"], move: Move, most: int, way: Way) -> Float[Array, "R Z"]:
-    """`into` with the rows that arrive; no piece is longer than `most`. No gradient: exchanges move cotangents
-    themselves, the other way round.
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def moved(
+    rows: Float[Array, "N Z"],
+    into: Float[Array, "R Z"],
+    move: Move,
+    back: Move,
+    last: bool,
+    most: int,
+    way: Way,
+) -> tuple[Float[Array, "R Z"], Float[Array, "N Z"]]:
+    """`into` with the rows that arrive, and `rows` once more, for whatever else sends of them; `last` where nothing does.
+    No piece is longer than `most`; `back` is the way of all pieces home, which cotangents take: they all come to one
+    buffer, as the rows left one.
 
     GPUs and TPUs have a ragged all-to-all. Elsewhere the pieces are padded to `most`, so that all around it is the same
     program, and tested. (As in `grouped.py` the platform is that of the program, not of the process.)
     """
+    return _moved(rows, into, move, most, way), rows
+
+
+def _moved_forward(rows, into, move, back, last, most, way):
+    return (_moved(rows, into, move, most, way), rows), (back, jnp.empty((len(rows), 0)))
+
+
+def _moved_backward(last, most, way, saved, cotangents):
+    """What was not sent keeps what its buffer held, and so does what of `into` was written over: exchanges read neither."""
+    back, like_rows = saved
+    arrived, others = cotangents
+    home = blank(len(like_rows), arrived) if last else others
+    return _moved(arrived, home, back, most, way), arrived, None, None
+
+
+moved.defvjp(_moved_forward, _moved_backward)
+
+
+def _moved(rows, into, move, most, way):
     padded = partial(_padded, most=most, way=way)
     if way.axis is None:
         return padded(rows, into, move)
-    return jax.lax.platform_dependent(
-        rows, into, move, cuda=partial(_ragged, axis=way.axis), tpu=partial(_ragged, axis=way.axis), default=padded
-    )
+    ragged = partial(_ragged, axis=way.axis)
+    return jax.lax.platform_dependent(rows, into, move, cuda=ragged, tpu=ragged, default=padded)
 
 
 def blank(num_rows: int, tie: Float[Array, "N Z"]) -> Float[Array, "R Z"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxtyping import Array, Int
 
@@ -16,6 +16,7 @@ class Way:
     shards: int = 1
     capacity_factor: float | None = None  # None: room for the worst case, nothing is ever dropped
     dtype: str = "float32"  # what products round their inputs to
+    weigh: Literal["token", "expert"] = "token"  # the device that multiplies by the weights (ragged transfers only)
 
 
 class Drops(NamedTuple):

@@ -4,7 +4,7 @@ Bytes of results on one device in one step, all layers. A layer's exchange runs 
 layer is recomputed; then its backward pass. Of a ragged exchange the result is the room to receive; `sent_bytes` is
 what travels.
 
-    ragged, each chunk          forward: C there, A back; backward: C + C there (rows, cotangents), A back
+    ragged, each chunk          forward: C there, A back; backward: the same for the cotangents
     pooled, each of three waves forward: M + P there, P back; backward: P back again, P + P of cotangents    (all x S)
 
 A assignments, C the room of a chunk, S devices, P rows of a pair, M header rows; `model/exchange/` says more.
@@ -20,7 +20,6 @@ from noonsight.train.rehearse.hlo import Collective
 from noonsight.train.rehearse.job import Job
 
 RAGGED = "ragged-all-to-all"
-FLOAT32 = 4
 WAVES = 3
 
 
@@ -57,12 +56,11 @@ def _ragged(job: Job, found: int) -> Exchanged:
     chunks = 2 if local_experts(model, job.mesh["expert"]) % 2 == 0 else 1
     room = ragged(model, job.device_tokens, num_chunks=chunks, capacity_factor=model.capacity_factor).rows_per_chunk
     there, back = chunks * room, chunks * assignments
-    forward = (there + back) * row
-    backward = (2 * there + back) * row + there * width + back * FLOAT32  # the weights, and their gradient
+    times = forwards + 1
     return Exchanged(
-        formula_bytes=model.num_layers * (forwards * forward + backward),
+        formula_bytes=model.num_layers * times * (there + back) * row,
         found_bytes=found,
-        sent_bytes=model.num_layers * assignments * ((2 * forwards + 3) * row + width + FLOAT32),
+        sent_bytes=model.num_layers * times * 2 * assignments * row,
     )
 
 
