@@ -97,4 +97,4 @@ def test_the_models_proof_on_the_page_is_the_one_that_was_measured():
         figures = json.loads(file.read_text())
         assert page.split(model.HEADING)[1].split(miniature.HEADING)[0] == model.table(figures) + "\n"
         assert figures["summary"] == model.summary(figures)
-        assert [pair["seed"] for pair in figures["optimizers"]["pairs"]] == list(optimizers.SEEDS)
+        assert [trio["seed"] for trio in figures["optimizers"]["trios"]] == list(optimizers.SEEDS)
