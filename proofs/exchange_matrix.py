@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 DEVICES = 8
@@ -20,6 +21,7 @@ REMATS = ("none", "block")
 TOKENS = 24  # of one device
 FACTORS = (0.5, 0.7, 1.0, 1.15)
 DRAWS = 25
+STEPS = 12  # of training; later ones only amplify roundings
 
 
 def matrix() -> list[dict[str, Any]]:
@@ -80,13 +82,56 @@ def tight() -> Iterator[dict[str, Any]]:
             yield {**labels, **row, "bound": BOUNDS["float32"][0]}
 
 
+def training() -> Iterator[dict[str, Any]]:
+    """The miniature's model trained for some steps on four devices with each exchange: its losses beside one device's."""
+    import jax
+    import numpy as np
+
+    from noonsight.model.exchange import EXCHANGES
+    from noonsight.model.layout import ALONE, Layout, make_mesh
+
+    alone = _losses("sorted", ALONE)
+    over_four = Layout(make_mesh({"expert": 4}, jax.devices()[:4]))
+    for name in EXCHANGES:
+        losses = _losses(name, over_four)
+        error = float(np.max(np.abs(losses / alone - 1)))
+        yield {"exchange": name, "steps": STEPS, "first": alone[0], "last": alone[-1], "error": error}
+
+
+def _losses(exchange: str, layout: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from noonsight.model.families import miniature
+    from noonsight.model.transformer import make_program
+    from noonsight.train.config import OptimizerConfig
+    from noonsight.train.optim import make_optimizer
+    from noonsight.train.step import init_state, make_train_step, state_shardings
+    from tests.model.spread import documents
+
+    config = replace(miniature(64, 2, 256), exchange=exchange, sequence_length=128)
+    rates = OptimizerConfig(adam_lr=2e-3, matrix_lr=2e-2, beta2=0.95, epsilon=1e-12, warmup_fraction=0.0)
+    program, key = make_program(config, layout), jax.random.key(0)
+    shapes = jax.eval_shape(program.init, key)[0]
+    optimizer = make_optimizer(rates, shapes, num_steps=STEPS, layout=layout)
+    shardings = None if layout.mesh is None else state_shardings(program, optimizer, layout, host=False)
+    state = jax.jit(lambda: init_state(program, optimizer, key), out_shardings=shardings)()
+    step, losses = make_train_step(program, optimizer, shardings), []
+    for number in range(STEPS):
+        state, measured = step(state, jax.tree.map(jnp.asarray, documents(config, 8, seed=number)))
+        losses.append(float(measured["loss"]))
+    return np.asarray(losses)
+
+
 def main() -> None:
     """Measure and print."""
     started = time.monotonic()
     from noonsight.model.exchange import transfer
 
     transfer.FILL = float("nan")  # receive buffers come poisoned
-    print(json.dumps({"rows": matrix(), "seconds": round(time.monotonic() - started, 1)}, indent=1))
+    found = {"rows": matrix(), "training": list(training())}
+    print(json.dumps({**found, "seconds": round(time.monotonic() - started, 1)}, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import operator
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from proofs import acceptance, miniature, optimizers
+from proofs import acceptance, optimizers
 from proofs import arms as arms_module
 from proofs.miniature import HOUSE, commit, machine, now
+from proofs.page import line, origin, verdicts, with_section
 
 COMPARISON = HOUSE / "proofs" / "optimizers.json"
 SPEED = HOUSE / "benchmarks" / "results" / "train_step.json"
@@ -29,13 +28,6 @@ HEADING = "## The model\n"
 ROW = "| [model.json](model.json) | `make prove-model` | counts and rates, acceptance checks of model and optimiser, speed against peers, MuonH against AdamW at equal time |\n"
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2, "bfloat16, whole model": 4e-2}  # of relative errors
 SHAPES = ("d256", "d512")  # at which speed must have been measured
-RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
-    "<=": operator.le,
-    "<": operator.lt,
-    ">=": operator.ge,
-    ">": operator.gt,
-    "=": operator.eq,
-}
 
 
 def main() -> int:
@@ -56,7 +48,7 @@ def main() -> int:
     else:
         (HOUSE / "proofs" / "model.json").write_text(text)
         page = HOUSE / "proofs" / "README.md"
-        page.write_text(with_section(page.read_text(), table(figures)))
+        page.write_text(with_section(page.read_text(), HEADING, ROW, table(figures)))
     print(table(figures))
     return 0 if all(line["holds"] for line in figures["summary"]) else 1
 
@@ -79,12 +71,6 @@ def summary(figures: dict[str, Any]) -> list[dict[str, Any]]:
         *_fast(figures["speed"]),
         *_learned(figures["optimizers"]),
     ]
-
-
-def line(demand: str, value: Any, relation: str, bound: Any) -> dict[str, Any]:
-    """One demand; the verdict follows from value, relation and bound and from nothing else."""
-    holds = None if value is None else bool(RELATIONS[relation](value, bound))
-    return {"demand": demand, "value": value, "relation": relation, "bound": bound, "holds": holds}
 
 
 def _counted(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -176,17 +162,7 @@ def _learned(found: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown, for `proofs/README.md`."""
-    about = figures["machine"]
-    lines = [
-        f"\nCommit {figures['commit']}, {figures['at']}, {about['cpu']}, {about['cores']} cores, Python {about['python']}, "
-        f"jax {about['jax']}; {figures['minutes']} minutes.\n",
-        "| what must hold | measured | bound | holds |",
-        "|---|---|---|---|",
-    ]
-    words = {True: "yes", False: "**no**", None: "not measured"}
-    for each in figures["summary"]:
-        bound = "" if each["bound"] is None else f"{each['relation']} {_short(each['bound'])}"
-        lines.append(f"| {each['demand']} | {_short(each['value'])} | {bound} | {words[each['holds']]} |")
+    lines = [origin(figures), *verdicts(figures["summary"])]
     if figures["speed"]:
         lines.append(
             f"\nSpeed: commit {figures['speed']['commit']}, {figures['speed']['at']}; all rows in `benchmarks/README.md`."
@@ -196,17 +172,6 @@ def table(figures: dict[str, Any]) -> str:
         lines += ["\n### MuonH against AdamW at equal time\n", f"Commit {found['commit']}, {found['at']}.\n"]
         lines.append(optimizers.table(found))
     return "\n".join([*lines, *(f"\n{note}" for note in figures.get("notes", []))]) + "\n"
-
-
-def with_section(page: str, section: str) -> str:
-    """The page with this proof's section before the miniature's, which is the last, and its row in the table above."""
-    before, heading, rest = page.partition(miniature.HEADING)
-    top = before.partition(HEADING)[0].replace(ROW, "").rstrip("\n") + "\n"
-    return top + ROW + "\n" + HEADING + section + "\n" + heading + rest
-
-
-def _short(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

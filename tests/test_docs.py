@@ -89,12 +89,13 @@ def test_the_proof_on_the_page_is_the_proof_that_was_measured():
 def test_the_models_proof_on_the_page_is_the_one_that_was_measured():
     import json
 
-    from proofs import miniature, model, optimizers
+    from proofs import model, optimizers
+    from proofs.page import section_of
 
     page, file = (HOUSE / "proofs" / "README.md").read_text(), HOUSE / "proofs" / "model.json"
     assert file.is_file() == (model.HEADING in page), "a figure on the page that no file holds, or the other way round"
     if file.is_file():
         figures = json.loads(file.read_text())
-        assert page.split(model.HEADING)[1].split(miniature.HEADING)[0] == model.table(figures) + "\n"
+        assert section_of(page, model.HEADING) == model.table(figures)
         assert figures["summary"] == model.summary(figures)
         assert [trio["seed"] for trio in figures["optimizers"]["trios"]] == list(optimizers.SEEDS)

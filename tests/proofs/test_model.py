@@ -5,7 +5,8 @@ import json
 import pytest
 
 from proofs import acceptance, arms, miniature, model, optimizers
-from proofs.model import line, summary, table, with_section
+from proofs.model import summary, table
+from proofs.page import line, section_of, with_section
 
 GOOD = {
     "counts": [{"value": 5, "published": 5, "error": 0.0}, {"value": 2.0, "published": 2.00001, "error": 5e-6}],
@@ -139,9 +140,11 @@ def test_the_section_stands_before_the_miniature_and_replaces_itself():
     page = f"# What\n\n| file |\n|---|\n| [miniature.json](miniature.json) |\n\n{miniature.HEADING}\nits table\n"
     about = {"machine": {"cpu": "c", "cores": 2, "python": "3", "jax": "0"}, "commit": "x", "at": "now", "minutes": 1}
     section = table({**about, **figures(), "summary": summary(figures())})
-    once = with_section(page, section)
-    assert with_section(once, section) == once and once.endswith(f"{miniature.HEADING}\nits table\n")
-    assert once.split(model.HEADING)[1].split(miniature.HEADING)[0] == section + "\n"
+    once = with_section(page, model.HEADING, model.ROW, section)
+    assert with_section(once, model.HEADING, model.ROW, section) == once and once.endswith(
+        f"{miniature.HEADING}\nits table\n"
+    )
+    assert section_of(once, model.HEADING) == section
     assert once.count(model.ROW) == 1 and f"(miniature.json) |\n{model.ROW}\n{model.HEADING}" in once
     assert "| norm drift of 21 MuonH and AdamH arrays over 1000 steps, relative | 4e-06 | <= 1e-05 | yes |" in section
 
