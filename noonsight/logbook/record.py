@@ -38,6 +38,10 @@ class Placement(Record, kw_only=True):
     """Where a stage runs. Never part of identity."""
 
     num_devices: int = 1
+    mesh: dict[str, int] = {}  # axis -> devices; empty: the experts are shared by as many as divide them
+    exchange: str | None = None  # in the place of the model's, as long as it drops nothing
+    capacity_factor: float | None = None  # of that exchange
+    moments_on_host: bool = False
     faults: tuple[Fault, ...] = ()
     hang_floor_s: float = 60.0
     environment: dict[str, str] = {}

@@ -14,6 +14,7 @@ from noonsight.logbook.write import Writer, write_atomic
 if TYPE_CHECKING:
     from noonsight.evals.score import Scores
     from noonsight.model.config import ModelConfig
+    from noonsight.model.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +57,32 @@ def run(config: MeasureConfig, inputs: Mapping[str, Path], out: Path) -> Artifac
     return Artifact(facts=facts)
 
 
-def make_measure(model: ModelConfig, store: Path, *, batch_size: int = 16) -> Callable[..., Scores]:
-    """`measure(params, extra, every=1) -> Scores` on each `every`-th held-out document; compiles once."""
+def make_measure(
+    model: ModelConfig, store: Path, *, batch_size: int = 16, layout: Layout | None = None
+) -> Callable[..., Scores]:
+    """`measure(params, extra, every=1) -> Scores` on each `every`-th held-out document; compiles once. On the mesh of a
+    `layout` a batch has as many rows more as its devices want.
+    """
     import jax
 
     from noonsight.evals.score import bits_per_byte
+    from noonsight.model.layout import ALONE, ROWS
     from noonsight.model.transformer import token_losses
     from noonsight.tokens.batches import heldout
     from noonsight.tokens.store import open_store
 
     documents = heldout(store)
     eos = open_store(store).manifest.eos
-    losses = jax.jit(lambda params, extra, batch: token_losses(params, extra, batch, model))
+    place = layout or ALONE
+    losses = jax.jit(lambda params, extra, batch: token_losses(params, extra, batch, model, place))
+    num_rows = batch_size + -batch_size % place.size(*ROWS)
 
     def measure(params: Any, extra: Any, *, every: int = 1) -> Scores:
         return bits_per_byte(
             lambda batch: losses(params, extra, batch),
             documents[::every],
             sequence_length=model.sequence_length,
-            batch_size=batch_size,
+            batch_size=num_rows,
             eos=eos,
         )
 

@@ -21,6 +21,7 @@ from noonsight.train import recover
 from noonsight.train.config import PretrainConfig
 
 if TYPE_CHECKING:
+    from noonsight.model.layout import Layout
     from noonsight.model.program import Program
 
 EVERY_NTH_DOCUMENT = 4  # what an evaluation in the middle of a run looks at; the last one looks at all
@@ -75,11 +76,13 @@ def config_of(values: Mapping[str, Any]) -> PretrainConfig:
     return msgspec.convert(values, PretrainConfig)
 
 
-def evaluator(config: PretrainConfig, program_config: Any, store: Path) -> Callable[[Any, Any, int], dict[str, float]]:
+def evaluator(
+    config: PretrainConfig, program_config: Any, store: Path, layout: Layout | None = None
+) -> Callable[[Any, Any, int], dict[str, float]]:
     """`evaluate(params, extra, step)`: bits per byte on every fourth held-out document, on all of them after the last step."""
     from noonsight.recipe.measuring import make_measure
 
-    measure = make_measure(program_config, store)
+    measure = make_measure(program_config, store, layout=layout)
 
     def evaluate(params: Any, extra: Any, step: int) -> dict[str, float]:
         if step < config.num_steps:
@@ -94,6 +97,7 @@ def _work(out: Path, owned: Claim, placement: Placement) -> Artifact:
     from noonsight.model.transformer import make_program
     from noonsight.tokens.batches import open_batches
     from noonsight.tokens.store import open_store
+    from noonsight.train.placement import layout_of, model_of
     from noonsight.train.pretrain import pretrain
 
     config, inputs = _assignment(out)
@@ -112,7 +116,8 @@ def _work(out: Path, owned: Claim, placement: Placement) -> Artifact:
         num_steps=config.schedule_steps,
     )
     counts = count(config.model)
-    program: Program = make_program(config.model)
+    layout = layout_of(placement, config.model)
+    program: Program = make_program(model_of(placement, config.model), layout)
     artifact = pretrain(
         config,
         program,
@@ -120,9 +125,11 @@ def _work(out: Path, owned: Claim, placement: Placement) -> Artifact:
         out,
         owned,
         placement,
-        evaluate=evaluator(config, config.model, inputs["store"]),
+        evaluate=evaluator(config, config.model, inputs["store"], layout),
         flops_per_token=3.0 * counts.forward_flops_per_token,
         parent=inputs.get("parent"),
+        layout=layout,
+        moments_on_host=placement.moments_on_host,
     )
     more = {
         "bits_per_byte": artifact.facts["eval"]["eval/bits_per_byte"],

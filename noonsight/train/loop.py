@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from noonsight.logbook.record import Placement
 from noonsight.train.checkpoint import Saver
 from noonsight.train.config import PretrainConfig
 from noonsight.train.health import Health
+from noonsight.train.placement import require_no_drops
 from noonsight.train.recover import Faults, Interrupted
 from noonsight.train.step import Measured, State, params_hash, skip_step
 
@@ -105,9 +107,16 @@ class Journal:
     steps.
     """
 
-    def __init__(self, out: Path, writer: Writer, config: PretrainConfig, flops_per_token: float | None = None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        writer: Writer,
+        config: PretrainConfig,
+        flops_per_token: float | None = None,
+        placement: Placement = Placement(),
+    ) -> None:
         """`flops_per_token`: model FLOPs of forward and backward for one token, if known."""
-        self._out, self._writer, self._config = out, writer, config
+        self._out, self._writer, self._config, self._placement = out, writer, config, placement
         self._flops_per_token = flops_per_token
         self.health = Health(config)
         self._pending: tuple[int, Any, Measured] | None = None
@@ -119,7 +128,7 @@ class Journal:
         self._pending = (step, data, measured)
 
     def write_pending(self) -> None:
-        """Wait for the remembered step, check that it is finite, and write its line and heartbeat. Raises NonFinite."""
+        """Wait for the remembered step, check it, and write its line and heartbeat. Raises NonFinite, Dropped."""
         if self._pending is None:
             return
         (step, data, measured), self._pending = self._pending, None
@@ -132,6 +141,7 @@ class Journal:
         self._writer.metrics(step, values)
         if not finite:
             self._refuse(step, data, values)
+        require_no_drops(self._placement, step, values)
         for rule, sentence in self.health.look(step, values):
             self._writer.event("sentinel", sentence, cause=rule, step=step)
         self.beat(step + 1, "run", text=f"loss {values['loss']:.4f}")

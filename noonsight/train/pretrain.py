@@ -65,7 +65,7 @@ def pretrain(
     stop = StopSignal()
     stop.listen()
     writer = Writer(out, claim, attempt=claim.fence)
-    journal = Journal(out, writer, config, flops_per_token)
+    journal = Journal(out, writer, config, flops_per_token, placement)
     journal.beat(0, "start")
     keep_compilations(out)
     _, key = jax.random.split(jax.random.key(config.seed))  # (data, model), as the hero splits them

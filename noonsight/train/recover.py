@@ -69,6 +69,7 @@ SYMPTOMS: dict[str, Symptom] = {
     "non-finite": Symptom(
         action="stop", text="The loss is not finite, and the same batch would give it again", exit_code=65
     ),
+    "dropped": Symptom(action="stop", text="The placement's exchange dropped what the config's does not", exit_code=67),
     "no-checkpoint": Symptom(action="stop", text="Checkpoints exist but none can be trusted", exit_code=66),
     "disk-full": Symptom(action="stop", text="The disk is full; the last checkpoint is kept", exit_code=74),
     "fenced": Symptom(action="stop", text="Another process owns the folder", exit_code=77),

@@ -41,6 +41,7 @@ MOE = replace(
     expert_width=128,
     latent_width=128,
     shared_width=128,
+    capacity_factor=None,
     exchange="einsum",  # runs every expert on every row: counted by `_idle`
     balance="none",
     compute_dtype="float32",
