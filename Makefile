@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint setup prove-miniature prove-model bench-envs bench-train-step clean
+.PHONY: run test lint setup prove-miniature prove-model prove-exchange bench-envs bench-train-step clean
 
 run: $(STAMP)  ## install, then train the miniature on real text (about 4 minutes on two cores)
 	@$(BIN)/noon run experiments/miniature.py
@@ -24,6 +24,9 @@ prove-miniature: $(STAMP)  ## five seeds of the whole voyage and everything issu
 
 prove-model: $(STAMP)  ## everything issue 3 wants of model and optimiser; writes proofs/model.json (over an hour, goes on when killed)
 	@$(BIN)/python -m proofs.optimizers && $(BIN)/python -m proofs.model
+
+prove-exchange: $(STAMP)  ## everything issue 4 wants of exchanges, meshes and rehearsals; writes proofs/exchange.json (an hour)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[rehearse-gpu,rehearse-tpu]' && $(BIN)/python -m proofs.exchange
 
 bench-envs:  ## environments of the peers, in .venv-bench (minutes, some GB)
 	@$(PYTHON) -m venv .venv-bench/torch && .venv-bench/torch/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "transformers>=5,<6"
