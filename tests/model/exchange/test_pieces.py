@@ -89,11 +89,11 @@ def test_kernels_in_c_read_no_padding_either(kernels, monkeypatch):
 
 
 def test_a_token_s_experts_are_added_in_float32():
-    """In bfloat16 256 + 1 + 1 is 256."""
+    """In bfloat16 256 + 1 + 1 is 256, and the square of 1 + 1/128 loses its last bit."""
     rows, place = jnp.asarray([[256.0], [1.0], [1.0]], jnp.bfloat16), jnp.asarray([[0, 1, 2]])
-    weights = jnp.ones((1, 3), jnp.bfloat16)
     assert float(summed(rows, place)[0, 0]) == 258
-    assert float(combined(rows, weights, jnp.arange(3), place)[0, 0]) == 258
+    rows, weights = jnp.asarray([[256.0], [1 + 1 / 128]], jnp.bfloat16), jnp.asarray([[1, 1 + 1 / 128]], jnp.bfloat16)
+    assert float(combined(rows, weights, jnp.arange(2), place[:, :2])[0, 0]) == 256 + (1 + 1 / 128) ** 2
 
 
 # Pieces of rows that move
