@@ -38,11 +38,14 @@ def close(found, expected, dtype, name="", lead=0, slack=1):
 
 
 def relative_error(found, expected, dtype, lead=0):
-    """The size of the difference over the size of what was expected, the largest along the first `lead` axes."""
+    """The size of the difference over the size of what was expected, the largest along the first `lead` axes; infinite
+    where anything is NaN, which `max` and `>` would pass over.
+    """
     found, expected = np.asarray(found, np.float64), np.asarray(value(expected))
     axes, size = tuple(range(lead, expected.ndim)), BOUNDS[dtype][1]
     error, scale = size(found - expected, axes), size(expected, axes)
-    return float(np.max(error / np.maximum(scale, 1e-30), initial=0.0))
+    worst = float(np.max(error / np.maximum(scale, 1e-30), initial=0.0))
+    return np.inf if np.isnan(worst) else worst
 
 
 def all_close(found, expected, dtype, slack=1):

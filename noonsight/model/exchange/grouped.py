@@ -4,13 +4,15 @@ Rows of a group stand together, groups in order; rows behind the last group belo
 read, not even times zero, and their results are 0: receive buffers come uninitialised (F5). The groups need no
 alignment, in the backward pass neither (F4).
 
-Per platform: on GPU a Pallas kernel below, elsewhere `jax.lax.ragged_dot`. The platform is that of the program, which
-need not be that of the process: a rehearsal compiles for GPUs where there is none.
+Per platform: on GPU a Pallas kernel below, on CPU whole blocks of rows or the kernel in C++, elsewhere
+`jax.lax.ragged_dot` (which on a CPU multiplies every row with the matrices of all groups). The platform is that of the
+program, which need not be that of the process: a rehearsal compiles for GPUs where there is none.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +20,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from noonsight.model import native
+from noonsight.model.exchange.gather import inverted, take
+
 _dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
+CPU_BLOCK = 128  # rows of one product on a CPU; measured best for 1,024 to 4,096 rows on two cores
 ROW_BLOCK = 128  # rows of one program of the kernel
 BLOCK = 64  # of the other two dims, at most
 LEAST_BLOCK = 16  # what a matrix unit takes; dims that are no multiple of it go another way
 TRITON = triton.CompilerParams(num_warps=4, num_stages=3)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def grouped_swiglu(
     rows: Float[Array, "R Z"],
     gate: Float[Array, "g Z F"],
@@ -36,8 +41,25 @@ def grouped_swiglu(
     dtype: str,
 ) -> Float[Array, "R Z"]:
     """Each row through the SwiGLU of its group, in the dtype of `rows`; products round their inputs to `dtype` and sum in
-    float32. Kept for the gradient: the rows and the two inner products, and nothing that is quickly made from them.
+    float32.
     """
+    if native.serves(dtype, rows):
+        group = _group_of_row(len(rows), sizes)
+        expert, ones = jnp.minimum(group, len(sizes) - 1)[:, None], jnp.ones((len(rows), 1), rows.dtype)
+        return native.experts(rows, expert, ones, group < len(sizes), gate, up, down)
+    return _swiglu(rows, gate, up, down, sizes, dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _swiglu(
+    rows: Float[Array, "R Z"],
+    gate: Float[Array, "g Z F"],
+    up: Float[Array, "g Z F"],
+    down: Float[Array, "g F Z"],
+    sizes: Int[Array, " g"],
+    dtype: str,
+) -> Float[Array, "R Z"]:
+    """Kept for the gradient: the rows and the two inner products, and nothing that is quickly made from them."""
     return _swiglu_forward(rows, gate, up, down, sizes, dtype)[0]
 
 
@@ -56,7 +78,7 @@ def _swiglu_backward(dtype, saved, cotangent):
     return d_rows, *d_banks, None
 
 
-grouped_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def _gated(gated, up):
@@ -65,13 +87,14 @@ def _gated(gated, up):
 
 def _product(rows, bank, sizes, dtype, transposed=False):
     """rows[r] @ bank[group of r], or its transpose, in the dtype of `rows`; 0 behind the last group."""
-    on_gpu, elsewhere = (partial(each, transposed=transposed) for each in (_products, _ragged_products))
-    return _for_platform(on_gpu, elsewhere, rows.astype(dtype), bank.astype(dtype), sizes).astype(rows.dtype)
+    ways = (partial(each, transposed=transposed) for each in (_products, _blocked_products, _ragged_products))
+    return _for_platform(*ways, rows.astype(dtype), bank.astype(dtype), sizes).astype(rows.dtype)
 
 
 def _outer_product(rows, slope, sizes, dtype):
     """Of each group the sum of rows[r] outer slope[r], float32."""
-    return _for_platform(_outer_products, _ragged_outer_products, rows.astype(dtype), slope.astype(dtype), sizes)
+    ways = (_outer_products, _blocked_outer_products, _ragged_outer_products)
+    return _for_platform(*ways, rows.astype(dtype), slope.astype(dtype), sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -94,11 +117,17 @@ def _block_backward(dtype, saved, cotangent):
 block_products.defvjp(_block_forward, _block_backward)
 
 
-def _for_platform(on_gpu, elsewhere, left, right, sizes):
+def _for_platform(on_gpu, on_cpu, elsewhere, left, right, sizes):
+    """`on_gpu`, unless a dim is too odd for it, `on_cpu` or `elsewhere`."""
     dims = (left.shape[1], *right.shape[1:])
-    if any(dim % LEAST_BLOCK for dim in dims):
-        return elsewhere(left, right, sizes)
-    return jax.lax.platform_dependent(left, right, sizes, cuda=on_gpu, default=elsewhere)
+    odd = any(dim % LEAST_BLOCK for dim in dims)
+    own = {"cpu": on_cpu} if odd else {"cpu": on_cpu, "cuda": on_gpu}
+    return jax.lax.platform_dependent(left, right, sizes, **own, default=elsewhere)
+
+
+def _group_of_row(num_rows, sizes):
+    """The group of each row; the number of groups for a row behind the last."""
+    return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(num_rows), side="right").astype(jnp.int32)
 
 
 def _ragged_products(rows, bank, sizes, transposed=False):
@@ -109,6 +138,41 @@ def _ragged_products(rows, bank, sizes, transposed=False):
 def _ragged_outer_products(rows, slope, sizes):
     contract_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     return jax.lax.ragged_dot_general(rows, slope, sizes, contract_rows, preferred_element_type=jnp.float32)
+
+
+# The CPU's blocks
+
+
+class _Blocks(NamedTuple):
+    """The rows in blocks of CPU_BLOCK, the last of each group partly empty, so that each block has one group."""
+
+    group: Int[Array, " n"]  # of each block
+    source: Int[Array, " s"]  # row in each slot of the blocks; past the end where it is empty
+    slot: Int[Array, " R"]  # of each row; past the end behind the last group
+
+
+def _blocks(num_rows, sizes):
+    num_blocks = -(-num_rows // CPU_BLOCK) + len(sizes)
+    padded = -(-sizes // CPU_BLOCK) * CPU_BLOCK
+    ends, padded_ends = jnp.cumsum(sizes), jnp.cumsum(padded)
+    shift = (padded_ends - padded) - (ends - sizes)
+    group = _group_of_row(num_rows, sizes)
+    slot = jnp.where(group < len(sizes), jnp.arange(num_rows) + jnp.append(shift, 0)[group], num_blocks * CPU_BLOCK)
+    of_block = jnp.searchsorted(padded_ends, jnp.arange(num_blocks) * CPU_BLOCK, side="right")
+    return _Blocks(jnp.minimum(of_block, len(sizes) - 1), inverted(slot, num_blocks * CPU_BLOCK), slot)
+
+
+def _blocked_products(rows, bank, sizes, transposed=False):
+    blocks = _blocks(len(rows), sizes)
+    filled = take(rows, blocks.source).reshape(len(blocks.group), CPU_BLOCK, -1)
+    products = _dot("nbq,npq->nbp" if transposed else "nbp,npq->nbq", filled, bank[blocks.group])
+    return take(products.reshape(-1, products.shape[-1]), blocks.slot).astype(rows.dtype)
+
+
+def _blocked_outer_products(rows, slope, sizes):
+    blocks = _blocks(len(rows), sizes)
+    left, right = (take(each, blocks.source).reshape(len(blocks.group), CPU_BLOCK, -1) for each in (rows, slope))
+    return jax.ops.segment_sum(_dot("nbp,nbq->npq", left, right), blocks.group, len(sizes))
 
 
 # The GPU's kernels

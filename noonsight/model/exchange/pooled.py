@@ -10,7 +10,8 @@
 
 P = ceil(1.15 A / (3 S)) lets the experts of a device share what crosses the wire, R = ceil(factor A / (3 e)) is what each
 may multiply; both shrink with the tokens that are valid. The sizes of one wave are a third of the whole, and only one
-wave is alive. Products and results are computed again in the backward pass, transport is not (Marin, #7279, #8347).
+wave is alive. Products and results are computed again in the backward pass; of the transport only the way back, whose
+rows the gradient of the weights needs (Marin, #7279, #8347).
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@
     y[t] = sum over k of weights[t, k] * back[t, k]                                                   (float32)
 
 A row's weight acts on the token's device, or travels with it and acts where the expert is (`Way.weigh`): then the
-gradient of a weight is made there too, and comes back as a column. The capacity is that of the receiver: ceil(factor * mean load) rows over all chunks. Another rule of admission makes
-another exchange of the same transfers (`waterfill.py`). Backward, cotangents travel the same ways (Marin, #8549, #8753).
+gradient of a weight is made there too, and comes back as a column. The capacity is that of the receiver: ceil(factor *
+mean load) rows over all chunks. Another rule of admission makes another exchange of the same transfers
+(`waterfill.py`). Backward, cotangents travel the same ways (Marin, #8549, #8753).
 """
 
 from __future__ import annotations

@@ -51,11 +51,12 @@ def arrays(shards, tokens, seed=0, lean=1.0):
 
 
 @cache
-def program(names, shards, factor, dtype, remat="none"):
+def program(names, shards, factor, dtype, remat, weigh):
     """Arrays -> {name: (y, (sender, receiver) of each device, gradients of x, weights, banks)}, one compilation."""
     mesh = Mesh(np.array(jax.devices()[:shards]), ("expert",))
     axis = "expert" if shards > 1 else None
-    way = Way(axis=axis, shards=shards, capacity_factor=None if factor is None else float(factor), dtype=dtype)
+    capacity = None if factor is None else float(factor)
+    way = Way(axis=axis, shards=shards, capacity_factor=capacity, dtype=dtype, weigh=weigh)
 
     def over(label):
         name, _, weigh = label.partition(", weighed by the ")
@@ -84,9 +85,9 @@ def program(names, shards, factor, dtype, remat="none"):
     return compiled(run)
 
 
-def run(names, given, shards, factor, dtype="float32", remat="none"):
+def run(names, given, shards, factor, dtype="float32", remat="none", weigh="token"):
     """Results of the exchanges by name."""
-    return program(tuple(names), shards, factor, dtype, remat)(_cast(given, dtype))
+    return program(tuple(names), shards, factor, dtype, remat, weigh)(_cast(given, dtype))
 
 
 @cache
