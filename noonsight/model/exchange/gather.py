@@ -2,8 +2,7 @@
 
 A row that does not exist has an index past the end; it reads as 0 and nothing is written there. Scatter-adds are slow on
 every platform and add in another order each time on some (Marin, #8435: gather dispatch and written-out gradients took
-the exchange from 19 to 24 % of the peak). A token's experts are added one after the other, so that its rows are never
-all in memory at one time.
+the exchange from 19 to 24 % of the peak).
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def combined(
     """Sums over a of weights[t, a] * rows[place[t, a]], float32. `assignment` (t * A + a) is what each row belongs to, T * A
     where nothing does.
     """
-    wide = weights.astype(jnp.float32)
-    return sum(take(rows, at).astype(jnp.float32) * wide[:, k, None] for k, at in enumerate(place.T))
+    return jnp.sum(take(rows, place).astype(jnp.float32) * weights.astype(jnp.float32)[..., None], axis=1)
 
 
 def _combined_forward(rows, weights, assignment, place):
@@ -68,8 +66,7 @@ def _combined_backward(saved, cotangent):
     rows, weights, assignment, place = saved
     scale = jnp.append(weights.reshape(-1), 0)[jnp.minimum(assignment, weights.size)]
     d_rows = take(cotangent, assignment // weights.shape[1]) * scale.astype(cotangent.dtype)[:, None]
-    d_weights = [jnp.sum(take(rows, at).astype(jnp.float32) * cotangent, axis=-1) for at in place.T]
-    d_weights = jnp.stack(d_weights, axis=1)
+    d_weights = jnp.sum(take(rows, place).astype(jnp.float32) * cotangent[:, None, :], axis=-1)
     return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype), None, None
 
 
@@ -98,4 +95,4 @@ summed_back.defvjp(_summed_forward, _summed_backward)
 
 def summed(rows: Float[Array, "r Z"], place: Int[Array, "T A"]) -> Float[Array, "T Z"]:
     """The sum of the rows of each token's assignments, added in float32, in the dtype of `rows`."""
-    return sum(take(rows, at).astype(jnp.float32) for at in place.T).astype(rows.dtype)
+    return jnp.sum(take(rows, place).astype(jnp.float32), axis=1).astype(rows.dtype)
