@@ -36,10 +36,10 @@ def roomy() -> Iterator[dict[str, Any]]:
     import numpy as np
 
     from noonsight.model.exchange import EXCHANGES
-    from tests.model.exchange.running import arrays, errors, expected, run
+    from tests.model.exchange.running import WITH_EXPERT, arrays, errors, expected, run
     from tests.model.nearness import BOUNDS
 
-    names = [name for name in EXCHANGES if name != "einsum"]
+    names = [name for name in EXCHANGES if name != "einsum"] + [WITH_EXPERT]
     for shards, dtype, remat in itertools.product(SHARDS, BOUNDS, REMATS):
         given = arrays(shards, TOKENS)
         wanted = expected(given, np.ones_like(given.weights), dtype)

@@ -366,7 +366,7 @@ def _marin_family(config: Callable[[], ModelConfig], batch_size: int, num_steps:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        replace(_ladder_family(6144), name="hero"),
+        replace(_ladder_family(6144), name="hero", config=hero),
         *(_ladder_family(width) for width in (512, 768, 1024, 1536, 2048)),
         Family(
             name="snowball",

@@ -1,4 +1,4 @@
-"""Products of rows with the matrix of their group: the one place where experts multiply after an exchange.
+"""Rows through the SwiGLU of their group: the one place where experts multiply after an exchange.
 
 Rows of a group stand together, groups in order; rows behind the last group belong to none. What they hold is never
 read, not even times zero, and their results are 0: receive buffers come uninitialised (F5). The groups need no
@@ -32,30 +32,69 @@ LEAST_BLOCK = 16  # what a matrix unit takes; dims that are no multiple of it go
 TRITON = triton.CompilerParams(num_warps=4, num_stages=3)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_product(
-    rows: Float[Array, "R p"], bank: Float[Array, "g p q"], sizes: Int[Array, " g"], dtype: str
-) -> Float[Array, "R q"]:
-    """rows[r] @ bank[group of r], inputs rounded to `dtype`, sums in float32, in the dtype of `rows`."""
-    rounded = rows.astype(dtype), bank.astype(dtype)
-    return _for_platform(_products, _blocked_products, _ragged_products, *rounded, sizes).astype(rows.dtype)
+def grouped_swiglu(
+    rows: Float[Array, "R Z"],
+    gate: Float[Array, "g Z F"],
+    up: Float[Array, "g Z F"],
+    down: Float[Array, "g F Z"],
+    sizes: Int[Array, " g"],
+    dtype: str,
+) -> Float[Array, "R Z"]:
+    """Each row through the SwiGLU of its group, in the dtype of `rows`; products round their inputs to `dtype` and sum in
+    float32.
+    """
+    if native.serves(dtype, rows):
+        group = _group_of_row(len(rows), sizes)
+        expert, ones = jnp.minimum(group, len(sizes) - 1)[:, None], jnp.ones((len(rows), 1), rows.dtype)
+        return native.experts(rows, expert, ones, group < len(sizes), gate, up, down)
+    return _swiglu(rows, gate, up, down, sizes, dtype)
 
 
-def _forward(rows, bank, sizes, dtype):
-    return grouped_product(rows, bank, sizes, dtype), (rows, bank, sizes)
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _swiglu(
+    rows: Float[Array, "R Z"],
+    gate: Float[Array, "g Z F"],
+    up: Float[Array, "g Z F"],
+    down: Float[Array, "g F Z"],
+    sizes: Int[Array, " g"],
+    dtype: str,
+) -> Float[Array, "R Z"]:
+    """Kept for the gradient: the rows and the two inner products, and nothing that is quickly made from them."""
+    return _swiglu_forward(rows, gate, up, down, sizes, dtype)[0]
 
 
-def _backward(dtype, saved, cotangent):
-    rows, bank, sizes = saved
-    slope = cotangent.astype(dtype)
-    products = (partial(each, transposed=True) for each in (_products, _blocked_products, _ragged_products))
-    d_rows = _for_platform(*products, slope, bank.astype(dtype), sizes)
-    outer_products = (_outer_products, _blocked_outer_products, _ragged_outer_products)
-    d_bank = _for_platform(*outer_products, rows.astype(dtype), slope, sizes)
-    return d_rows.astype(rows.dtype), d_bank.astype(bank.dtype), None
+def _swiglu_forward(rows, gate, up, down, sizes, dtype):
+    inner = tuple(_product(rows, bank, sizes, dtype) for bank in (gate, up))
+    return _product(_gated(*inner), down, sizes, dtype), (rows, inner, gate, up, down, sizes)
 
 
-grouped_product.defvjp(_forward, _backward)
+def _swiglu_backward(dtype, saved, cotangent):
+    rows, inner, gate, up, down, sizes = saved
+    hidden, pull = jax.vjp(_gated, *inner)
+    d_gated, d_up = pull(_product(cotangent, down, sizes, dtype, transposed=True))
+    d_rows = sum(_product(slope, bank, sizes, dtype, transposed=True) for slope, bank in ((d_gated, gate), (d_up, up)))
+    pairs = ((rows, d_gated, gate), (rows, d_up, up), (hidden, cotangent, down))
+    d_banks = (_outer_product(left, slope, sizes, dtype).astype(bank.dtype) for left, slope, bank in pairs)
+    return d_rows, *d_banks, None
+
+
+_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+def _gated(gated, up):
+    return jax.nn.silu(gated) * up
+
+
+def _product(rows, bank, sizes, dtype, transposed=False):
+    """rows[r] @ bank[group of r], or its transpose, in the dtype of `rows`; 0 behind the last group."""
+    ways = (partial(each, transposed=transposed) for each in (_products, _blocked_products, _ragged_products))
+    return _for_platform(*ways, rows.astype(dtype), bank.astype(dtype), sizes).astype(rows.dtype)
+
+
+def _outer_product(rows, slope, sizes, dtype):
+    """Of each group the sum of rows[r] outer slope[r], float32."""
+    ways = (_outer_products, _blocked_outer_products, _ragged_outer_products)
+    return _for_platform(*ways, rows.astype(dtype), slope.astype(dtype), sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -76,23 +115,6 @@ def _block_backward(dtype, saved, cotangent):
 
 
 block_products.defvjp(_block_forward, _block_backward)
-
-
-def grouped_swiglu(
-    rows: Float[Array, "R Z"],
-    gate: Float[Array, "g Z F"],
-    up: Float[Array, "g Z F"],
-    down: Float[Array, "g F Z"],
-    sizes: Int[Array, " g"],
-    dtype: str,
-) -> Float[Array, "R Z"]:
-    """Each row through the SwiGLU of its group, in the dtype of `rows`."""
-    if native.serves(dtype, rows):
-        group = _group_of_row(len(rows), sizes)
-        expert, ones = jnp.minimum(group, len(sizes) - 1)[:, None], jnp.ones((len(rows), 1), rows.dtype)
-        return native.experts(rows, expert, ones, group < len(sizes), gate, up, down)
-    hidden = jax.nn.silu(grouped_product(rows, gate, sizes, dtype)) * grouped_product(rows, up, sizes, dtype)
-    return grouped_product(hidden, down, sizes, dtype)
 
 
 def _for_platform(on_gpu, on_cpu, elsewhere, left, right, sizes):

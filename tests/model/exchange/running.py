@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from tests.model.setting import compiled
 
 EXPERTS, PER_TOKEN, LATENT, INNER = 16, 3, 16, 24
 SPLIT = PartitionSpec("expert")
+WITH_EXPERT = "ragged, weighed by the expert"  # the other way to the gradient of the weights
 
 
 class Arrays(NamedTuple):
@@ -56,9 +58,11 @@ def program(names, shards, factor, dtype, remat, weigh):
     capacity = None if factor is None else float(factor)
     way = Way(axis=axis, shards=shards, capacity_factor=capacity, dtype=dtype, weigh=weigh)
 
-    def over(name):
+    def over(label):
+        name, _, weigh = label.partition(", weighed by the ")
+
         def local(x, weights, banks, chosen, valid):
-            y, drops = EXCHANGES[name](x, chosen, weights, valid, *banks, way)
+            y, drops = EXCHANGES[name](x, chosen, weights, valid, *banks, replace(way, weigh=weigh) if weigh else way)
             return y, jnp.stack(drops)[None]
 
         kept = local if remat == "none" else jax.checkpoint(local)

@@ -13,7 +13,7 @@ import pytest
 from noonsight.model.exchange import EXCHANGES, transfer
 from noonsight.model.exchange.pooled import WAVES, scaled
 from noonsight.model.exchange.way import Way
-from tests.model.exchange.running import EXPERTS, Arrays, arrays, errors, expected, run, simulated
+from tests.model.exchange.running import EXPERTS, WITH_EXPERT, Arrays, arrays, errors, expected, run, simulated
 from tests.model.exchange.simulator import RULES
 from tests.model.nearness import BOUNDS
 from tests.model.test_register import fails
@@ -33,7 +33,7 @@ def poisoned():
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_with_room_every_transport_equals_the_dense_oracle(dtype):
-    names = [name for name in EXCHANGES if name != "einsum"]
+    names = [name for name in EXCHANGES if name != "einsum"] + [WITH_EXPERT]
     wanted = expected(ROOMY, np.ones_like(ROOMY.weights), dtype)
     for name, found in run(names, ROOMY, SHARDS, None, dtype).items():
         assert not np.any(found[1]), f"{name} dropped"
