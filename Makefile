@@ -10,7 +10,7 @@ run: $(STAMP)  ## install, then train the miniature on real text (about 4 minute
 	@$(BIN)/noon run experiments/miniature.py
 
 test: $(STAMP) lint  ## lint, storeys, tests (at most 4 minutes)
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	@$(BIN)/ruff check noonsight experiments tests proofs benchmarks

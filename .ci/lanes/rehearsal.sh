@@ -11,7 +11,7 @@ if [ ! -x "$environment/bin/python" ]; then
     python3 -m venv "$environment"
 fi
 timeout 480 "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "jax==0.10.2" --editable ".[dev,rehearse-tpu]"
-# Without their dependencies: a rehearsal needs the compiler, not the libraries of a GPU (3 GB).
+# Without their dependencies: a rehearsal needs the compiler alone.
 timeout 240 "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "${compilers[@]}"
 
 export JAX_PLATFORMS=cpu

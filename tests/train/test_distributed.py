@@ -28,6 +28,7 @@ from noonsight.train import checkpoint, muon, pretrain
 from noonsight.train.groups import Rule, by_path, like, spec_of
 from noonsight.train.optim import make_optimizer
 from noonsight.train.step import init_state, make_train_step, state_shardings
+from tests.model.setting import QUICK
 from tests.train.test_compilation import SETTINGS
 from tests.train.test_register import fails, normal, turned
 from tests.train.toy import optimizer_config, pretrain_config
@@ -91,7 +92,7 @@ def start():
     def init():
         return init_state(make_program(), optimizer_over(EIGHT), jax.random.key(0))
 
-    return jax.jit(init, out_shardings=shardings_over(EIGHT))()
+    return jax.jit(init, out_shardings=shardings_over(EIGHT), compiler_options=QUICK)()
 
 
 @pytest.fixture(scope="module", autouse=True)
