@@ -358,10 +358,12 @@ def _training(
 
 
 def _error(found: Any, expected: Any, lead: int) -> float:
-    """Largest difference over the largest entry, array by array along the first `lead` axes."""
+    """Largest difference over the largest entry, array by array along the first `lead` axes; inf where anything is NaN."""
     import numpy as np
 
     found, expected = np.asarray(found, np.float64), np.asarray(getattr(expected, "value", expected), np.float64)
+    if not (np.isfinite(found).all() and np.isfinite(expected).all()):
+        return float("inf")
     axes = tuple(range(lead, expected.ndim))
     scale = np.maximum(np.abs(expected).max(axes), 1e-30)
     return float((np.abs(found - expected).max(axes) / scale).max())

@@ -31,7 +31,9 @@ def test_1_stage_artifact_placement():
     ]  # fmt: skip
     assert parameters(Experiment) == ["name", "question", "stages", "expected"]
     assert fields(record.Artifact) == ["facts"]
-    assert fields(record.Placement) == ["num_devices", "faults", "hang_floor_s", "environment", "locations"]
+    assert fields(record.Placement) == [
+        "num_devices", "mesh", "exchange", "capacity_factor", "moments_on_host", "faults", "hang_floor_s", "environment", "locations",
+    ]  # fmt: skip
     assert {"path", "root", "accept_code", "after"} <= set(parameters(runner.run_experiment))
     codes = (runner.DONE, runner.FAILED, runner.WRONG_USE, runner.MOVED, runner.LOCKED, runner.INTERRUPTED)
     assert codes == (0, 1, 2, 3, 4, 130)
