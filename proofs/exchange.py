@@ -1,9 +1,10 @@
 """Experts across devices and the dress rehearsal, measured: exchanges, meshes, losses of the miniature, whole rehearsals.
 
-    make prove-exchange         (half an hour on two cores; needs the extras rehearse-gpu and rehearse-tpu)
+    make prove-exchange         (an hour on two cores; needs the extras rehearse-gpu and rehearse-tpu; a killed run goes on)
 
 Writes `proofs/exchange.json` and its section of `proofs/README.md`. Virtual devices and compilers of accelerators each
-get a process of their own. What was not measured holds nothing.
+get a process of their own, and what one printed is kept for the commit it was measured at. What was not measured holds
+nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from proofs import rehearsal
 from proofs.miniature import HOUSE, commit, machine, now
 from proofs.page import line, origin, verdicts, with_section
 
@@ -24,6 +26,7 @@ HEADING = "## The exchange\n"
 ROW = "| [exchange.json](exchange.json) | `make prove-exchange` | every exchange and mesh against one device, drops against a simulation, the hero compiled for accelerators |\n"
 PUBLIC_POOL, PUBLIC_BEST = 138.2, 116.5  # GiB: the public run's pool, its best measured peak (Marin, #8753)
 GIB = 2**30
+KEPT = HOUSE / "voyages" / "exchange"
 RACK_RUNS = {"hero-rack": "ragged, one rack", "hero-pooled": "pooled, one rack", "hero": "ragged, eleven racks"}
 TPU_RUNS = {"hero-v5p": "hero on v5p", "hero-7x": "hero on 7x"}
 
@@ -33,12 +36,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write only this file, for a try")
     parser.add_argument("--python", default=sys.executable, help="an environment with the extras, for the rehearsals")
+    parser.add_argument("--kept-only", action="store_true", help="measure nothing, write what is kept for this commit")
     given = parser.parse_args()
     started = time.monotonic()
     figures: dict[str, Any] = {"machine": machine(), "commit": commit(), "at": now()}
-    figures["exchanges"] = measured([sys.executable, "-m", "proofs.exchange_matrix"])
-    figures["meshes"] = measured([sys.executable, "-m", "proofs.layout_matrix"])
-    figures["rehearsals"] = measured([given.python, "-m", "proofs.rehearsal"], lines=True)
+    runs = {"exchanges": ("exchange_matrix", sys.executable), "meshes": ("layout_matrix", sys.executable)}
+    for name, (module, python) in runs.items():
+        figures[name] = measured([python, "-m", f"proofs.{module}"], figures["commit"], given.kept_only)
+    each = [[given.python, "-m", "proofs.rehearsal", name] for name in (*rehearsal.RUNS, "planted")]
+    rows = [measured(command, figures["commit"], given.kept_only) for command in each]
+    figures["rehearsals"] = [row for found in rows for row in found or []]
     figures["summary"] = summary(figures)
     figures["minutes"] = round((time.monotonic() - started) / 60, 1)
     text = json.dumps(figures, indent=1) + "\n"
@@ -52,22 +59,29 @@ def main() -> int:
     return 0 if all(each["holds"] for each in figures["summary"]) else 1
 
 
-def measured(command: list[str], *, lines: bool = False) -> Any:
-    """What a module of measurements prints: one JSON document, or one for each line."""
+def measured(command: list[str], commit: str, kept_only: bool = False) -> Any:
+    """What a module of measurements prints, kept by commit; None where it is not kept and shall not be measured."""
+    kept = KEPT / commit / f"{command[-1].removeprefix('proofs.')}.json"
+    if kept.is_file():
+        return json.loads(kept.read_text())
+    if kept_only:
+        return None
     print(f"measuring {command[-1]}", flush=True)
     variables = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(command, cwd=HOUSE, stdout=subprocess.PIPE, text=True, env=variables)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command[1:])} failed; what it said stands above")
-    return [json.loads(each) for each in done.stdout.splitlines() if each] if lines else json.loads(done.stdout)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(done.stdout)
+    return json.loads(done.stdout)
 
 
 def summary(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """Each demand with its figure, the bound and whether it holds (None: not measured)."""
     by_name = {row["name"]: row for row in figures["rehearsals"]}
     return [
-        *_exchanges(figures["exchanges"]),
-        *_meshes(figures["meshes"]),
+        *(_exchanges(figures["exchanges"]) if figures["exchanges"] else [line("exchanges", None, "=", None)]),
+        *(_meshes(figures["meshes"]) if figures["meshes"] else [line("meshes", None, "=", None)]),
         *(each for name, title in RACK_RUNS.items() for each in _rehearsed(title, by_name.get(name, {}))),
         line("hero, ragged, one rack: peak, GiB (goal: the public run's best)", _gib(by_name.get("hero-rack", {})), "<=", PUBLIC_BEST),
         *(_within_budget(title, by_name.get(name, {})) for name, title in TPU_RUNS.items()),
@@ -123,7 +137,7 @@ def _rehearsed(title: str, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _within_budget(title: str, row: dict[str, Any]) -> dict[str, Any]:
     budget = _over(row, "budget_bytes_per_device", GIB)
-    return line(f"{title}: peak of a device, GiB", _gib(row), "<=", budget if budget is not None else 0)
+    return line(f"{title}: peak of a device, GiB", _gib(row), "<=", budget)
 
 
 def _planted(by_name: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Whole rehearsals, one after the other: `python -m proofs.rehearsal [NAME ...]` prints JSON, one row for each.
+"""Whole rehearsals, one after the other: `python -m proofs.rehearsal [NAME ...]` prints a JSON list of rows.
 
 The hero on one rack and on eleven, with other exchanges and with the inputs of layers kept on the device; the hero on
 TPUs; MoE V1 and Snowball; and three mistakes planted in a small program, which the report must name. Needs the extras
@@ -119,9 +119,8 @@ def main(names: list[str]) -> None:
     chosen = names or [*RUNS, "planted"]
     if unknown := set(chosen) - {*RUNS, "planted"}:
         raise SystemExit(f"no rehearsal {sorted(unknown)}; there are {', '.join(RUNS)}, planted")
-    for name in chosen:
-        for row in planted() if name == "planted" else [rehearsal(name)]:
-            print(json.dumps(row), flush=True)
+    rows = [row for name in chosen for row in (planted() if name == "planted" else [rehearsal(name)])]
+    print(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
