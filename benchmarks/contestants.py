@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from noonsight.model.config import ModelConfig
 from noonsight.model.count import count
-from noonsight.model.families import hero, hero_kv_heads
+from noonsight.model.families import hero_kv_heads, hero_ladder
 from noonsight.model.native.build import SETTING
 
 HOUSE = Path(__file__).resolve().parents[1]
@@ -108,7 +108,7 @@ def plain_moe(shape: Shape) -> ModelConfig:
     """The mixture that all peers can express: top-2 of 16 and a shared expert, full rotation and attention, QK gains."""
     d, heads = shape.width, shape.width // shape.head_width
     return replace(
-        hero(),
+        hero_ladder(6144),
         vocab_size=shape.vocab_size,
         width=d,
         num_layers=shape.num_layers,
@@ -168,7 +168,7 @@ def hero_moe(shape: Shape) -> ModelConfig:
 
     def at(expert_width: int, shared_width: int) -> ModelConfig:
         return replace(
-            hero(),
+            hero_ladder(6144),
             vocab_size=shape.vocab_size,
             width=shape.width,
             num_layers=shape.num_layers,
