@@ -7,7 +7,7 @@ so that a typo is an error and not a silent default. Records hold facts only: no
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 SCHEMA = 1
 Status = Literal["waiting", "running", "done", "failed", "interrupted"]
 Phase = Literal["start", "compile", "run", "save", "evaluate", "done"]
+_clock_error = timedelta()
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,23 +28,35 @@ class Artifact(Record, kw_only=True):
     facts: dict[str, Any] = {}
 
 
+FaultKind = Literal[
+    "kill", "kill-supervisor", "freeze", "terminate", "torn-save", "corrupt", "disk-full", "nan", "clock", "slow"
+]
+
+
 class Fault(Record, kw_only=True):
     """A fault to be injected on purpose, once. Placement, never identity."""
 
-    kind: Literal["kill"]
+    kind: FaultKind
     at_step: int
+    rank: int = 0  # of the process that it strikes
+    seconds: float = 0.0  # clock: how far the wall clock jumps; slow: how long the data of a step are late, from then on
 
 
 class Placement(Record, kw_only=True):
     """Where a stage runs. Never part of identity."""
 
     num_devices: int = 1
+    num_processes: int = 1  # that share the devices
     mesh: dict[str, int] = {}  # axis -> devices; empty: the experts are shared by as many as divide them
     exchange: str | None = None  # in the place of the model's, as long as it drops nothing
     capacity_factor: float | None = None  # of that exchange
     moments_on_host: bool = False
     faults: tuple[Fault, ...] = ()
     hang_floor_s: float = 60.0
+    grace_s: float = 30.0  # for a process that is asked to end: to finish its step and save
+    checkpoints: str | None = None  # folder or object store (s3://bucket/path) in the place of the run's own folder
+    temporary_every_s: float = 3600.0  # wall time between temporary checkpoints; 0: none
+    record_batches: bool = False  # a digest of every step's batch among the measurements
     environment: dict[str, str] = {}
     locations: dict[str, str] = {}  # name used in the config -> folder on this machine
 
@@ -202,7 +215,13 @@ class CheckpointManifest(Record, kw_only=True):
 
 def now() -> str:
     """Current time as ISO 8601 in UTC with milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+    return (datetime.now(UTC) + _clock_error).isoformat(timespec="milliseconds")
+
+
+def shift_clock(seconds: float) -> None:
+    """Let the wall clock of this process be wrong by `seconds`, as a machine's may be: a fault to be injected."""
+    global _clock_error
+    _clock_error = timedelta(seconds=seconds)
 
 
 def encode(value: Any) -> bytes:

@@ -144,6 +144,8 @@ def _kinds_of(kind: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
 def _is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
+    if get_origin(kind) is tuple:  # tuple[X, ...]
+        return isinstance(value, tuple) and all(_is_a(each, get_args(kind)[0]) for each in value)
     if kind in (int, float) and isinstance(value, bool):
         return False
     if kind is float:

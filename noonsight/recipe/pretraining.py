@@ -23,6 +23,7 @@ from noonsight.train.config import PretrainConfig
 if TYPE_CHECKING:
     from noonsight.model.layout import Layout
     from noonsight.model.program import Program
+    from noonsight.train.pretrain import Part
 
 EVERY_NTH_DOCUMENT = 4  # what an evaluation in the middle of a run looks at; the last one looks at all
 
@@ -36,7 +37,7 @@ def run(config: PretrainConfig, inputs: Mapping[str, Path], out: Path) -> Artifa
     with claim(out, "stage") as owned:
         # Naming the worker through its function keeps it, and all it imports, in this stage's source closure.
         command = [sys.executable, "-m", _work.__module__]
-        facts = recover.supervise(command, out, writer=Writer(out, owned), placement=read.placement(out))
+        facts = recover.supervise(command, out, writer=Writer(out, owned))
     return Artifact(facts=facts)
 
 
@@ -94,11 +95,10 @@ def evaluator(
 
 def _work(out: Path, owned: Claim, placement: Placement) -> Artifact:
     from noonsight.model.count import count
-    from noonsight.model.transformer import make_program
-    from noonsight.tokens.batches import open_batches
     from noonsight.tokens.store import open_store
-    from noonsight.train.placement import layout_of, model_of
+    from noonsight.train.placement import layout_of
     from noonsight.train.pretrain import pretrain
+    from noonsight.train.ranks import connect
 
     config, inputs = _assignment(out)
     store = open_store(inputs["store"])
@@ -107,30 +107,21 @@ def _work(out: Path, owned: Claim, placement: Placement) -> Artifact:
             f"the model has {config.model.vocab_size} tokens and the store {inputs['store']} was written with "
             f"{store.manifest.vocab_size}; give both the same vocab_size in the experiment file"
         )
-    batches = open_batches(
-        inputs["store"],
-        inputs["mixture"],
-        seed=config.seed,
-        sequence_length=config.sequence_length,
-        batch_size=config.batch_size,
-        num_steps=config.schedule_steps,
-    )
-    counts = count(config.model)
+    ranks = connect()
     layout = layout_of(placement, config.model)
-    program: Program = make_program(model_of(placement, config.model), layout)
     artifact = pretrain(
         config,
-        program,
-        batches.batch,
+        lambda part: _part(part, inputs, placement, layout),
         out,
         owned,
         placement,
-        evaluate=evaluator(config, config.model, inputs["store"], layout),
-        flops_per_token=3.0 * counts.forward_flops_per_token,
-        parent=inputs.get("parent"),
+        ranks=ranks,
         layout=layout,
-        moments_on_host=placement.moments_on_host,
+        parent=inputs.get("parent"),
     )
+    if not ranks.first:
+        return artifact
+    counts = count(config.parts()[-1].model)
     more = {
         "bits_per_byte": artifact.facts["eval"]["eval/bits_per_byte"],
         "active_parameters": counts.active_parameters,
@@ -139,6 +130,27 @@ def _work(out: Path, owned: Claim, placement: Placement) -> Artifact:
         "heldout_digest": store.manifest.files["heldout.bin"].xxh3,
     }
     return Artifact(facts=artifact.facts | more)
+
+
+def _part(part: PretrainConfig, inputs: Mapping[str, Path], placement: Placement, layout: Layout) -> Part:
+    """Model, batches and evaluation of one phase."""
+    from noonsight.model.count import count
+    from noonsight.model.transformer import make_program
+    from noonsight.tokens.batches import open_batches
+    from noonsight.train.placement import model_of
+    from noonsight.train.pretrain import Part
+
+    batches = open_batches(
+        inputs["store"],
+        inputs["mixture"],
+        seed=part.seed,
+        sequence_length=part.sequence_length,
+        batch_size=part.batch_size,
+        num_steps=part.schedule_steps,
+    )
+    program: Program = make_program(model_of(placement, part.model), layout)
+    evaluate = evaluator(part, part.model, inputs["store"], layout)
+    return Part(program, batches.batch, evaluate, 3.0 * count(part.model).forward_flops_per_token)
 
 
 def _assignment(out: Path) -> tuple[PretrainConfig, dict[str, Path]]:

@@ -251,6 +251,17 @@ def relabel(path: Path, kind: Kind) -> None:
     _write_manifest(path, msgspec.structs.replace(read_manifest(path), kind=kind))
 
 
+def remove(path: Path) -> None:
+    """Take a checkpoint away: its marker first, so that nobody finds half of one."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def writable(place: str, num_bytes: int) -> str | None:
+    free = shutil.disk_usage(place).free
+    return None if free > num_bytes else "full"
+
+
 def folders(out: Path) -> list[Path]:
     """The checkpoint folders of `out`, oldest first. Only exact names count: `step_00000010_old`, `step-9`,
     `step_00000010.tmp` do not.

@@ -6,7 +6,7 @@ milliseconds. Every field is identity: two runs that differ in one of them are t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from noonsight.model.config import ModelConfig, check_fields
@@ -85,6 +85,28 @@ class OptimizerConfig:
             )
 
 
+MAY_CHANGE = ("sequence_length", "qk_mult", "exchange", "capacity_factor", "remat", "window", "z_loss_weight")
+"""Fields of a model that a phase may change: none of them moves or shapes a parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What is different from step `from_step` on: the whole model, the whole optimiser, the rows of a batch. None: as
+    before. Mixtures have phases of their own (`tokens.mixture`).
+    """
+
+    name: str
+    from_step: int
+    model: ModelConfig | None = None
+    """For another context (`families.lengthened`), qk_mult or exchange; only the fields of `MAY_CHANGE` may differ."""
+    optimizer: OptimizerConfig | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values of the wrong type. Raises ValueError."""
+        check_fields(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
     """One pretraining run: model, optimiser, how long, how often to look. Every `*_every` is in steps; 0 means
@@ -108,6 +130,12 @@ class PretrainConfig:
     """The step from which the run goes on with the state that its input `parent` kept there; 0: a fresh state."""
     horizon: int | None = None
     """Steps for which schedule and mixture are made, where the run ends before them; None: its own."""
+    phases: tuple[Phase, ...] = ()
+    """What changes at named steps, in their order. Up to the first one the run is as the fields above say."""
+    skip_steps: tuple[int, ...] = ()
+    """Steps whose batch is passed over: it is taken, and nothing is learned from it."""
+    skip_spikes: bool = True
+    """Whether a step whose loss jumps far out of its usual range is passed over, with the one before it."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be run, and an optimiser whose times lie beyond the run. Raises ValueError."""
@@ -129,6 +157,65 @@ class PretrainConfig:
         _require(told.weight_decay_from < self.schedule_steps, "weight_decay_from", told.weight_decay_from, rule)
         risen, rule = told.rewarm_from + told.rewarm_steps, f"at most num_steps, {self.schedule_steps}"
         _require(risen <= self.schedule_steps, "rewarm_from + rewarm_steps", risen, rule)
+        for step in self.skip_steps:
+            _require(0 <= step < self.num_steps, "skip_steps", step, f"steps of the run, 0 to {self.num_steps - 1}")
+        self._check_phases()
+
+    def parts(self) -> tuple[PretrainConfig, ...]:
+        """The run as one config per phase, each with its `first_step` and the `num_steps` at which it ends."""
+        starts = [self.first_step, *(phase.from_step for phase in self.phases)]
+        ends = [*starts[1:], self.num_steps]
+        model, optimizer, rows, found = self.model, self.optimizer, self.batch_size, []
+        for phase, start, end in zip((None, *self.phases), starts, ends):
+            if phase is not None:
+                model, optimizer = phase.model or model, phase.optimizer or optimizer
+                rows = phase.batch_size or rows
+            found.append(
+                replace(
+                    self,
+                    model=model,
+                    optimizer=optimizer,
+                    batch_size=rows,
+                    sequence_length=model.sequence_length,
+                    first_step=start,
+                    num_steps=end,
+                    horizon=self.schedule_steps,
+                    phases=(),
+                    skip_steps=(),
+                )
+            )
+        return tuple(found)
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of all steps before `step`; a step before `first_step` counts as one of the first phase."""
+        parts = self.parts() if self.phases else (self,)
+        total = parts[0].first_step * parts[0].batch_tokens
+        for part in parts:
+            total += max(0, min(step, part.num_steps) - part.first_step) * part.batch_tokens
+        return total if step >= parts[0].first_step else step * parts[0].batch_tokens
+
+    def _check_phases(self) -> None:
+        """Phases must follow each other inside the run and keep every parameter as it is."""
+        before = self.first_step
+        for phase in self.phases:
+            what = f"phase {phase.name!r}: from_step"
+            rule = f"after {before} (the start of what comes before it) and before num_steps, {self.num_steps}"
+            _require(before < phase.from_step < self.num_steps, what, phase.from_step, rule)
+            before = phase.from_step
+            if phase.model is not None:
+                moved = [
+                    field.name
+                    for field in fields(phase.model)
+                    if getattr(phase.model, field.name) != getattr(self.model, field.name)
+                    and field.name not in MAY_CHANGE
+                ]
+                rule = f"as they are in the run's model; a phase may change {', '.join(MAY_CHANGE)}"
+                _require(not moved, f"phase {phase.name!r}: other fields of the model", moved, rule)
+            if phase.optimizer is not None:
+                rule = f"the run's, {self.optimizer.kind!r}: its moments go on"
+                kind = phase.optimizer.kind
+                _require(kind == self.optimizer.kind, f"phase {phase.name!r}: optimizer.kind", kind, rule)
+        self.parts() if self.phases else None
 
     @property
     def batch_tokens(self) -> int:

@@ -44,6 +44,10 @@ class Health:
         self._speaking: set[str] = set()
         self._measured: set[str] = set()
 
+    def change(self, config: PretrainConfig) -> None:
+        """From the next step on the run is as `config` says."""
+        self._config = config
+
     def look(self, step: int, values: dict[str, float]) -> list[tuple[str, str]]:
         """(rule, sentence) for every fault that begins at this step."""
         self._rows.append({**values, "step": step})

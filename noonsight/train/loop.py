@@ -2,44 +2,43 @@
 
 The measurements of a step are fetched while the device already works on the next one, so that it never waits for
 Python; before anything looks at the state (evaluation, checkpoint, hash) the measurements of the last step are
-brought in first, so a non-finite loss is always found before its state could be kept. Replaying a step gives the same
+brought in first, so a bad step is always found before its state could be kept. Replaying a step gives the same
 bits: nothing here feeds back into the numbers. Order of the hooks: Marin, issue #8435.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import signal
-import statistics
+import gc
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-import jax
-import numpy as np
-
-from noonsight.logbook.record import Placement
 from noonsight.train.checkpoint import Saver
 from noonsight.train.config import PretrainConfig
-from noonsight.train.health import Health
-from noonsight.train.placement import require_no_drops
-from noonsight.train.recover import Faults, Interrupted
-from noonsight.train.step import Measured, State, params_hash, skip_step
+from noonsight.train.journal import Evaluate, Journal
+from noonsight.train.ranks import Ranks
+from noonsight.train.recover import Interrupted
+from noonsight.train.recover.faults import Faults
+from noonsight.train.requests import Requests
+from noonsight.train.step import Measured, State, skip_step
 
-if TYPE_CHECKING:
-    from noonsight.logbook.write import Writer
-
-Evaluate = Callable[[Any, Any, int], dict[str, float]]
-"""`evaluate(params, extra, completed steps) -> {metric: value}`, handed in from outside."""
+GC_WARM_UP, GC_EVERY = 10, 100
+"""Garbage is collected by all ranks at the same steps, so that no pause of one makes all wait at another time (F19)."""
 
 
-class NonFinite(RuntimeError):
-    """The loss or the gradient of a step is not a number. Its batch has been saved."""
+@dataclass(kw_only=True)
+class Surroundings:
+    """What a loop works with beside the state and the step: the hands that write, and who may ask it for something."""
 
-    symptom = "non-finite"
+    saver: Saver
+    journal: Journal
+    faults: Faults
+    requests: Requests
+    ranks: Ranks = field(default_factory=Ranks)
+    temporary_every_s: float = 0.0
+    """Wall time between temporary checkpoints; rank 0's clock counts. 0: none."""
 
 
 def run_loop(
@@ -49,179 +48,103 @@ def run_loop(
     train_step: Callable[[State, Any], tuple[State, Measured]],
     batch: Callable[[int], Any],
     evaluate: Evaluate | None,
-    saver: Saver,
-    journal: Journal,
-    faults: Faults,
-    stop: StopSignal,
+    around: Surroundings,
+    last_step: int | None = None,
 ) -> State:
-    """Run the steps that are left and return the last state. The final evaluation and checkpoint are the caller's.
+    """Run the steps that are left before `last_step` (None: the run's end) and return the state after them. What belongs
+    to the run's very last step (evaluation, checkpoint) is the caller's.
 
-    Raises NonFinite, and Interrupted (once the state is saved) when the process was asked to end.
+    Raises BadStep, and Interrupted (once the state is saved) when the process was asked to end.
     """
-    first = int(state.step)
+    journal, saver, ranks = around.journal, around.saver, around.ranks
+    first, end = int(state.step), config.num_steps if last_step is None else last_step
     skipped = {int(step) for step in state.skipped}
-    try:
-        for step in range(first, config.num_steps):
-            if step in skipped:
-                state = skip_step(state)
-                continue
-            with stop.may_interrupt():
-                data = batch(step)
-            state, measured = train_step(state, data)
-            journal.write_pending()  # the step before this one
-            journal.take(step, data, measured)
-
-            done = step + 1
-            evaluating = evaluate is not None and _due(done, config.evaluate_every) and done < config.num_steps
-            saving = _due(done, config.checkpoint_every) and done < config.num_steps
-            hashing = _due(done, config.hash_every) or done == config.num_steps or faults.planned(step)
-            if not (evaluating or saving or hashing):
-                continue
+    clock = _SaveClock(around.temporary_every_s)
+    with _coordinated_garbage(first) as collect_garbage:
+        try:
+            for step in range(first, end):
+                if step in skipped:
+                    state = skip_step(state)
+                    continue
+                asked = ranks.next_turn(around.requests.take() | {"save": ranks.first and clock.is_due()})
+                if "stop" in asked:
+                    raise Interrupted
+                if "save" in asked and step > first:
+                    journal.write_pending()
+                    journal.save(step, saver, state, "temporary")
+                    clock.restart()
+                with journal.own_time(), around.requests.may_interrupt():
+                    data = around.faults.before(step, batch(step))
+                state, measured = train_step(state, data)
+                journal.write_pending()  # the step before this one
+                journal.take(step, data, measured)
+                _after(step, state, config, evaluate, around)
+                collect_garbage(step)
             journal.write_pending()
-            if hashing:
-                journal.hash(done, state.params)
-            if evaluating:
-                with stop.may_interrupt():
-                    journal.evaluate(done, evaluate, state)
-            if saving:
-                journal.save(done, saver, state, "permanent")
-            saver.poll()
-            faults.strike(step)
-            journal.restart_clock()
-        journal.write_pending()
-    except Interrupted:
-        journal.write_pending()
-        if int(state.step) > first:
-            journal.save(int(state.step), saver, state, "temporary")
-            saver.join()
-        raise
+        except Interrupted:
+            journal.write_pending()
+            if int(state.step) > first:
+                journal.save(int(state.step), saver, state, "temporary")
+                saver.join()
+            raise
     return state
+
+
+def _after(step: int, state: State, config: PretrainConfig, evaluate: Evaluate | None, around: Surroundings) -> None:
+    """What is due once `step` is complete."""
+    journal, saver, done = around.journal, around.saver, step + 1
+    evaluating = evaluate is not None and _due(done, config.evaluate_every) and done < config.num_steps
+    saving = _due(done, config.checkpoint_every) and done < config.num_steps
+    planned = around.faults.planned(step)
+    hashing = _due(done, config.hash_every) or done == config.num_steps or planned
+    if not (evaluating or saving or hashing):
+        return
+    journal.write_pending()
+    if hashing:
+        journal.hash(done, state.params)
+    if evaluating and evaluate is not None:
+        with around.requests.may_interrupt():
+            journal.evaluate(done, evaluate, state)
+    if saving:
+        journal.save(done, saver, state, "permanent")
+    saver.poll()
+    around.faults.after(step, lambda: journal.save(done, saver, state, "temporary"))
+    journal.restart_clock()
 
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-class Journal:
-    """What the loop writes down: one line of measurements and one heartbeat per step, and what happens between
-    steps.
-    """
+class _SaveClock:
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self.restart()
 
-    def __init__(
-        self,
-        out: Path,
-        writer: Writer,
-        config: PretrainConfig,
-        flops_per_token: float | None = None,
-        placement: Placement = Placement(),
-    ) -> None:
-        """`flops_per_token`: model FLOPs of forward and backward for one token, if known."""
-        self._out, self._writer, self._config, self._placement = out, writer, config, placement
-        self._flops_per_token = flops_per_token
-        self.health = Health(config)
-        self._pending: tuple[int, Any, Measured] | None = None
-        self._recent: deque[float] = deque(maxlen=20)
-        self._clock = time.perf_counter()
+    def restart(self) -> None:
+        self._since = time.monotonic()
 
-    def take(self, step: int, data: Any, measured: Measured) -> None:
-        """Remember what `step` measured, without waiting for the device."""
-        self._pending = (step, data, measured)
-
-    def write_pending(self) -> None:
-        """Wait for the remembered step, check it, and write its line and heartbeat. Raises NonFinite, Dropped."""
-        if self._pending is None:
-            return
-        (step, data, measured), self._pending = self._pending, None
-        values = {name: float(value) for name, value in jax.device_get(measured).items()}
-        seconds = time.perf_counter() - self._clock
-        self.restart_clock()
-        self._recent.append(seconds)
-        finite = values.pop("finite") == 1.0
-        values |= self._speed(step, seconds)
-        self._writer.metrics(step, values)
-        if not finite:
-            self._refuse(step, data, values)
-        require_no_drops(self._placement, step, values)
-        for rule, sentence in self.health.look(step, values):
-            self._writer.event("sentinel", sentence, cause=rule, step=step)
-        self.beat(step + 1, "run", text=f"loss {values['loss']:.4f}")
-
-    def hash(self, done: int, params: Any) -> None:
-        """Record the hash of all parameters after `done` steps."""
-        self._writer.event(
-            "params-hash", f"Parameters after {done} steps.", step=done, data={"hash": params_hash(params)}
-        )
-
-    def evaluate(self, done: int, evaluate: Evaluate, state: State) -> dict[str, float]:
-        """Evaluate the state after `done` steps and write the values down."""
-        self.beat(done, "evaluate")
-        values = evaluate(state.params, state.extra, done)
-        self._writer.metrics(done, values)
-        return values
-
-    def save(self, done: int, saver: Saver, state: State, kind: str) -> None:
-        """Start a checkpoint of the state after `done` steps and write how long the loop was held up."""
-        self.beat(done, "save")
-        start = time.perf_counter()
-        saver.save(state, step=done, kind=kind, tokens=done * self._config.batch_tokens)
-        self._writer.metrics(done, {"save_s": time.perf_counter() - start})
-
-    def beat(self, done: int, phase: str, text: str = "") -> None:
-        """One heartbeat."""
-        rate = 1 / statistics.median(self._recent) if self._recent else None
-        self._writer.progress(done, self._config.num_steps, unit="steps", phase=phase, rate=rate, text=text)
-
-    def restart_clock(self) -> None:
-        """The next step is timed from now: what happened between steps is not its time."""
-        self._clock = time.perf_counter()
-
-    def _speed(self, step: int, seconds: float) -> dict[str, float]:
-        tokens = self._config.batch_tokens
-        speed = {"tokens": float((step + 1) * tokens), "step_s": seconds, "tokens_per_s": tokens / seconds}
-        if self._flops_per_token is not None:
-            speed["flops_per_s"] = self._flops_per_token * tokens / seconds
-        return speed
-
-    def _refuse(self, step: int, data: Any, values: dict[str, float]) -> None:
-        name = f"bad_batches/step_{step:08d}.npz"
-        (self._out / name).parent.mkdir(exist_ok=True)
-        leaves = {
-            jax.tree_util.keystr(path, simple=True): leaf
-            for path, leaf in jax.tree_util.tree_flatten_with_path(data)[0]
-        }
-        np.savez(self._out / name, **leaves)
-        culprits = ", ".join(key for key, value in values.items() if not math.isfinite(value))
-        text = (
-            f"Step {step} gave loss {values['loss']} and gradient norm {values['norm/grad']}; "
-            f"not finite: {culprits}. Its batch is kept in {name}; no checkpoint holds its effect."
-        )
-        self._writer.event("non-finite", text, cause="non-finite", step=step, data={"batch": name})
-        raise NonFinite(text)
+    def is_due(self) -> bool:
+        return self._every_s > 0 and time.monotonic() - self._since >= self._every_s
 
 
-class StopSignal:
-    """SIGTERM as a request: a step that runs is finished, a wait (data, evaluation) is broken off."""
+@contextlib.contextmanager
+def _coordinated_garbage(first: int) -> Iterator[Callable[[int], None]]:
+    """Collection by the number of the step instead of by chance; afterwards as it was."""
+    was_on = gc.isenabled()
 
-    def __init__(self) -> None:
-        self.requested = False
-        self._waiting = False
+    def collect(step: int) -> None:
+        turn = step - first
+        if turn == GC_WARM_UP:
+            gc.disable()
+            gc.collect()
+            gc.freeze()  # what a run keeps for ever (its trace, its executable) need not be looked through again
+        elif turn > GC_WARM_UP and step % GC_EVERY == 0:
+            gc.collect()
 
-    def listen(self) -> None:
-        """Handle SIGTERM from now on; main thread only."""
-        signal.signal(signal.SIGTERM, self._receive)
-
-    @contextlib.contextmanager
-    def may_interrupt(self) -> Iterator[None]:
-        """A stretch of code that may be left at any point. Raises Interrupted, also for a signal that came before."""
-        if self.requested:
-            raise Interrupted
-        self._waiting = True
-        try:
-            yield
-        finally:
-            self._waiting = False
-
-    def _receive(self, *_: Any) -> None:
-        self.requested = True
-        if self._waiting:
-            raise Interrupted
+    try:
+        yield collect
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()

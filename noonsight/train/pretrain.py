@@ -1,155 +1,287 @@
 """Pretraining: what a worker does from its first breath to its last.
 
-Initialise or restore, compile once, run the loop, keep the final state, evaluate it, hand back facts. A worker that
-is started again over its own folder goes on from the newest checkpoint that verifies, and gives the same bits as one
-that was never stopped.
+Initialise or restore, compile once per phase, run the loop, keep the final state, evaluate it, hand back facts. A worker
+that is started again over its own folder goes on from the newest checkpoint that verifies, and gives the same bits as
+one that was never stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding
 
 from noonsight.logbook import read
 from noonsight.logbook.claim import Claim
 from noonsight.logbook.record import Artifact, Placement, encode
 from noonsight.logbook.write import Writer, write_atomic
 from noonsight.model import native
-from noonsight.model.layout import ALONE, Layout
+from noonsight.model.layout import ALONE, BATCH, Layout
 from noonsight.train import checkpoint
 from noonsight.train.config import PretrainConfig
 from noonsight.train.groups import HERO_TABLE, Rule, describe
-from noonsight.train.loop import Evaluate, Journal, StopSignal, run_loop
+from noonsight.train.journal import Evaluate, Journal
+from noonsight.train.loop import Surroundings, run_loop
 from noonsight.train.optim import Optimizer, make_optimizer
-from noonsight.train.recover import Faults
-from noonsight.train.step import State, compile_step, init_state, make_train_step, params_hash, state_shardings
+from noonsight.train.ranks import Ranks, place_batch
+from noonsight.train.recover import skips
+from noonsight.train.recover.faults import Faults
+from noonsight.train.requests import Requests
+from noonsight.train.step import (
+    State,
+    compile_step,
+    init_state,
+    make_train_step,
+    params_hash,
+    pass_over,
+    state_shardings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from noonsight.model.program import Program
 
-__all__ = ["PretrainConfig", "pretrain"]
+__all__ = ["Part", "PretrainConfig", "pretrain"]
+
+
+class Part(NamedTuple):
+    """What trains one phase of a run."""
+
+    program: Program
+    batch: Callable[..., Any]
+    """`batch(step, rows=slice(None))`: the rows of a step's batch, as a pure function."""
+    evaluate: Evaluate | None = None
+    flops_per_token: float | None = None
+    """Model FLOPs of forward and backward for one token, if known."""
 
 
 def pretrain(
     config: PretrainConfig,
-    program: Program,
-    batch: Callable[[int], Any],
+    part_of: Callable[[PretrainConfig], Part],
     out: Path,
     claim: Claim,
     placement: Placement,
-    evaluate: Evaluate | None = None,
     *,
-    flops_per_token: float | None = None,
+    ranks: Ranks | None = None,
     table: Mapping[str, Rule] = HERO_TABLE,
     layout: Layout = ALONE,
-    moments_on_host: bool = False,
     parent: Path | None = None,
 ) -> Artifact:
-    """Train `program` in the folder `out`, owned by `claim`, up to step `num_steps`; call it from `recover.work`.
+    """Train in the folder `out`, owned by `claim`, up to step `num_steps`; call it from `recover.work`, in every rank.
 
-    `flops_per_token`: model FLOPs of one token, backward too. `table`: each leaf's optimiser group, kept filled in as
-    `tables/optimizer.json`. `layout` (that of the program), `moments_on_host`: where the state lies, never what it is.
-    `parent`: the run that kept the state of `first_step`. Facts: num_steps, tokens, seconds (of the surviving line),
+    `part_of` makes what each phase of the config trains with (`PretrainConfig.parts`). `table`: each leaf's optimiser
+    group, kept filled in as `tables/optimizer.json`. `layout` (that of the programs): where the state lies, never what it
+    is. `parent`: the run that kept the state of `first_step`. Facts: num_steps, tokens, seconds (of the surviving line),
     tokens_per_s, final_loss, `eval` values of the final state, params_hash, checkpoint, train_flops where known.
     Raises what `run_loop` raises, and NoValidCheckpoint.
     """
-    stop = StopSignal()
-    stop.listen()
+    run = _begin(config, out, claim, placement, ranks or Ranks(), layout, table)
+    pieces = [(part, part_of(part)) for part in config.parts()]
+    state = _first_state(run, *pieces[0], parent)
+    evaluated = carry_evaluations(out, run.writer, int(state.step)) if run.ranks.first else {}
+    with run.saver as saver:
+        started = int(state.step)
+        for part, piece in pieces:
+            if int(state.step) < part.num_steps:
+                state = _train_part(run, part, piece, state)
+        if started < config.num_steps:
+            write_table(run, "health", run.journal.health.table(read.events(out)))
+            run.journal.save(config.num_steps, saver, state, "final")
+            evaluated = {}
+        evaluate = pieces[-1][1].evaluate
+        if evaluate and not run.ranks.share("evaluated", "yes" if evaluated else ""):
+            evaluated = run.journal.evaluate(config.num_steps, evaluate, state)
+    digest = params_hash(state.params)
+    run.journal.beat(config.num_steps, "done")
+    if not run.ranks.first:
+        return Artifact()
+    return Artifact(facts=_facts(config, digest, evaluated, out, [piece for _, piece in pieces]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What stays the same through all phases."""
+
+    config: PretrainConfig
+    out: Path
+    placement: Placement
+    ranks: Ranks
+    layout: Layout
+    table: Mapping[str, Rule]
+    key: jax.Array
+    writer: Writer
+    journal: Journal
+    requests: Requests
+    saver: checkpoint.Saver
+
+
+def _begin(
+    config: PretrainConfig,
+    out: Path,
+    claim: Claim,
+    placement: Placement,
+    ranks: Ranks,
+    layout: Layout,
+    table: Mapping[str, Rule],
+) -> _Run:
+    requests = Requests(alone=ranks.alone)
+    requests.listen()
     writer = Writer(out, claim, attempt=claim.fence)
-    journal = Journal(out, writer, config, flops_per_token, placement)
+    journal = Journal(out, writer, config, placement=placement, ranks=ranks)
     journal.beat(0, "start")
     keep_compilations(out)
     _, key = jax.random.split(jax.random.key(config.seed))  # (data, model), as the hero splits them
-    optimizer = _optimizer(config, program, key, out, table, layout)
-    shardings = _lay_out(program, optimizer, layout, moments_on_host)
-    fork = None if parent is None else checkpoint.folder(parent, config.first_step)
-    state = initial_or_restored(lambda: init_state(program, optimizer, key), out, writer, shardings, fork)
+    saver = checkpoint.Saver(out, claim, attempt=writer.attempt, on_saved=_recorder(writer))
+    return _Run(
+        config=config,
+        out=out,
+        placement=placement,
+        ranks=ranks,
+        layout=layout,
+        table=table,
+        key=key,
+        writer=writer,
+        journal=journal,
+        requests=requests,
+        saver=saver,
+    )
+
+
+def _first_state(run: _Run, part: PretrainConfig, piece: Part, parent: Path | None) -> State:
+    """The state that this attempt starts from, with all steps to be passed over written into it."""
+    shapes = jax.eval_shape(piece.program.init, run.key)[0]
+    write_table(run, "optimizer", describe(run.config.optimizer, shapes, run.table))
+    optimizer = _optimizer(run, part, piece)
+    shardings = _lay_out(run, piece, optimizer)
+    fork = None if parent is None else checkpoint.folder(parent, run.config.first_step)
+    state = initial_or_restored(
+        lambda: init_state(piece.program, optimizer, run.key), run.out, run.journal.event, shardings, fork, run.ranks
+    )
+    return pass_over(state, {*run.config.skip_steps, *skips.skips(run.out)})
+
+
+def _train_part(run: _Run, part: PretrainConfig, piece: Part, state: State) -> State:
+    """Compile the step of one phase and train to its end."""
     first = int(state.step)
-    evaluated = carry_evaluations(out, writer, first)
-    with checkpoint.Saver(out, claim, attempt=writer.attempt, on_saved=_recorder(writer)) as saver:
-        if first < config.num_steps:
-            journal.beat(first, "compile")
-            with stop.may_interrupt():
-                train_step = _compile(make_train_step(program, optimizer, shardings), state, batch, writer, config)
-            journal.restart_clock()
-            state = run_loop(
-                state,
-                config,
-                train_step=train_step,
-                batch=batch,
-                evaluate=evaluate,
-                saver=saver,
-                journal=journal,
-                faults=Faults(placement, out, writer),
-                stop=stop,
-            )
-            write_table(out, "health", journal.health.table(read.events(out)))
-            journal.save(config.num_steps, saver, state, "final")
-            evaluated = {}
-        if evaluate and not evaluated:
-            evaluated = journal.evaluate(config.num_steps, evaluate, state)
-    journal.beat(config.num_steps, "done")
-    return Artifact(facts=_facts(config, state, evaluated, out, flops_per_token))
+    run.journal.change(part, piece.flops_per_token)
+    run.journal.beat(first, "compile")
+    if part.first_step > run.config.first_step:
+        run.journal.event("phase", _phase_sentence(run.config, part), step=first)
+    optimizer = _optimizer(run, part, piece)
+    shardings = _lay_out(run, piece, optimizer)
+    rows = None if run.layout.mesh is None else NamedSharding(run.layout.mesh, BATCH)
+    batch = place_batch(piece.batch, part.batch_size, rows, run.ranks)
+    with run.requests.may_interrupt():
+        train_step = _compile(make_train_step(piece.program, optimizer, shardings), state, batch, run, part)
+    run.journal.restart_clock()
+    around = Surroundings(
+        saver=run.saver,
+        journal=run.journal,
+        faults=Faults(run.placement, run.out, run.writer, run.ranks.rank),
+        requests=run.requests,
+        ranks=run.ranks,
+        temporary_every_s=run.placement.temporary_every_s,
+    )
+    return run_loop(
+        state,
+        run.config,
+        train_step=train_step,
+        batch=batch,
+        evaluate=piece.evaluate,
+        around=around,
+        last_step=part.num_steps,
+    )
 
 
-def _optimizer(
-    config: PretrainConfig, program: Program, key: jax.Array, out: Path, table: Mapping[str, Rule], layout: Layout
-) -> Optimizer:
-    """The run's optimiser; its groups are kept as a table."""
-    shapes = jax.eval_shape(program.init, key)[0]
-    optimizer = make_optimizer(config.optimizer, shapes, num_steps=config.schedule_steps, table=table, layout=layout)
-    write_table(out, "optimizer", describe(config.optimizer, shapes, table))
-    return optimizer
+def _phase_sentence(config: PretrainConfig, part: PretrainConfig) -> str:
+    """The phase by name, and each value that it changes."""
+    number = [phase.from_step for phase in config.phases].index(part.first_step)
+    before = config.parts()[number]
+    pairs = [("", before, part), ("model.", before.model, part.model), ("optimizer.", before.optimizer, part.optimizer)]
+    passing = ("model", "optimizer", "first_step", "num_steps", "horizon")
+    changed = [
+        f"{prefix}{field.name} {getattr(old, field.name)} -> {getattr(new, field.name)}"
+        for prefix, old, new in pairs
+        for field in dataclasses.fields(new)
+        if field.name not in (passing if not prefix else ()) and getattr(old, field.name) != getattr(new, field.name)
+    ]
+    return f"Phase {config.phases[number].name} begins: {', '.join(changed) or 'nothing changes'}."
 
 
-def _lay_out(program: Program, optimizer: Optimizer, layout: Layout, moments_on_host: bool) -> State | None:
+def _optimizer(run: _Run, part: PretrainConfig, piece: Part) -> Optimizer:
+    shapes = jax.eval_shape(piece.program.init, run.key)[0]
+    return make_optimizer(
+        part.optimizer, shapes, num_steps=part.schedule_steps, table=run.table, layout=run.layout
+    )
+
+
+def _lay_out(run: _Run, piece: Part, optimizer: Optimizer) -> State | None:
     """The state's shardings; None where there is nothing to choose."""
-    if layout.mesh is None and not moments_on_host:
+    if run.layout.mesh is None and not run.placement.moments_on_host:
         return None
-    return state_shardings(program, optimizer, layout, host=moments_on_host)
+    return state_shardings(piece.program, optimizer, run.layout, host=run.placement.moments_on_host)
 
 
 def initial_or_restored(
-    init: Callable[[], State], out: Path, writer: Writer, shardings: State | None = None, fork: Path | None = None
+    init: Callable[[], State],
+    out: Path,
+    event: Callable[..., None],
+    shardings: State | None = None,
+    fork: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> State:
     """The newest state of `out` that verifies, or a fresh one where none was ever completed, laid out in `shardings`.
 
     With `fork`, a checkpoint of another run, there is no fresh state. A state that another mesh kept is the same state.
-    Raises NoValidCheckpoint, and ValueError when the fork does not verify.
+    One that holds the effect of a step which is passed over since then is given up. Raises NoValidCheckpoint, and
+    ValueError when the fork does not verify.
     """
-    found = checkpoint.newest(out)
-    if found is None and fork is None:
+    ranks = ranks or Ranks()
+    chosen = ranks.share("checkpoint", _choose(out, event) if ranks.first else "")
+    if not chosen and fork is None:
         return jax.jit(init, out_shardings=shardings)()
     target = jax.eval_shape(init)
     if shardings is not None:
         target = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), target, shardings
         )
-    if found is None:
+    if not chosen:
         if reason := checkpoint.verify(fork):
             raise ValueError(f"{fork}, from which this run shall go on, cannot be trusted: {reason}")
         state = checkpoint.restore(fork, target)
-        writer.event("forked", f"Went on from {fork.name} of {fork.parents[1].name}.", step=int(state.step))
+        event("forked", f"Went on from {fork.name} of {fork.parents[1].name}.", step=int(state.step))
         return state
-    for reason in found.rejected:
-        writer.event(
-            "checkpoint-rejected",
-            f"{reason}; the one before it is used.",
-            cause="corrupt checkpoint",
-            step=found.manifest.step,
-        )
-    state = checkpoint.restore(found.path, target)
-    writer.event("restored", f"Went on from {found.path.name}, saved at {found.manifest.at}.", step=found.manifest.step)
+    path = checkpoint.folder(out, int(chosen))
+    state = checkpoint.restore(path, target)
+    event("restored", f"Went on from {path.name}.", step=int(chosen))
     return state
+
+
+def _choose(out: Path, event: Callable[..., None]) -> str:
+    """The step of the checkpoint to go on from, "" where there is none."""
+    passed_over = skips.skips(out)
+    for path in checkpoint.folders(out):
+        with contextlib.suppress(OSError, ValueError):  # a damaged one is told of below
+            manifest = checkpoint.read_manifest(path)
+            if why := skips.why_given_up(manifest, passed_over):
+                checkpoint.remove(path)
+                event("checkpoint-given-up", f"{path.name} is removed: {why}.", step=manifest.step)
+    found = checkpoint.newest(out)
+    if found is None:
+        return ""
+    for reason in found.rejected:
+        text = f"{reason}; the one before it is used."
+        event("checkpoint-rejected", text, cause="corrupt checkpoint", step=found.manifest.step)
+    return str(found.manifest.step)
 
 
 def carry_evaluations(out: Path, writer: Writer, step: int) -> dict[str, float]:
@@ -191,27 +323,28 @@ def counted_compilations() -> Iterator[Counter[str]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
-def write_table(out: Path, name: str, table: dict[str, Any]) -> None:
+def write_table(run: _Run, name: str, table: dict[str, Any]) -> None:
     """A small table that a page shows: `tables/<name>.json`."""
-    (out / "tables").mkdir(exist_ok=True)
-    write_atomic(out / "tables" / f"{name}.json", encode(table))
+    if run.ranks.first:
+        (run.out / "tables").mkdir(exist_ok=True)
+        write_atomic(run.out / "tables" / f"{name}.json", encode(table))
 
 
 def _compile(
-    step: Callable[..., Any], state: State, batch: Callable[[int], Any], writer: Writer, config: PretrainConfig
+    step: Callable[..., Any], state: State, batch: Callable[[int], Any], run: _Run, part: PretrainConfig
 ) -> Callable[..., Any]:
-    """The run's one executable, and an event that says whether it had to be made and what multiplies its matrices."""
+    """A phase's one executable, and an event that says whether it had to be made and what multiplies its matrices."""
     start = time.perf_counter()
     with counted_compilations() as seen:
         compiled = compile_step(step, state, batch(int(state.step)))
     seconds, found = round(time.perf_counter() - start, 3), seen["found"] > 0
-    rounds = "bfloat16" in (config.model.matmul_dtype, config.optimizer.newton_schulz)
+    rounds = "bfloat16" in (part.model.matmul_dtype, part.optimizer.newton_schulz)
     kernels = native.description() if rounds else "xla"
     text = (
         f"The train step was {'found in the cache' if found else 'compiled'} in {seconds:.1f} s, products by {kernels}."
     )
     data = {"seconds": seconds, "from_cache": found, "kernels": kernels}
-    writer.event("compiled", text, step=int(state.step), data=data)
+    run.journal.event("compiled", text, step=int(state.step), data=data)
     return compiled
 
 
@@ -226,14 +359,11 @@ def _recorder(writer: Writer) -> Callable[[Path, checkpoint.Kind], None]:
 
 
 def _facts(
-    config: PretrainConfig,
-    state: State,
-    values: dict[str, float],
-    out: Path,
-    flops_per_token: float | None,
+    config: PretrainConfig, digest: str, values: dict[str, float], out: Path, pieces: list[Part]
 ) -> dict[str, Any]:
     lived = read.metrics(out)
-    tokens, seconds = (config.num_steps - config.first_step) * config.batch_tokens, sum(lived["step_s"].values)
+    tokens = config.tokens_before(config.num_steps) - config.tokens_before(config.first_step)
+    seconds = sum(lived["step_s"].values)
     facts = {
         "num_steps": config.num_steps,
         "tokens": tokens,
@@ -241,7 +371,12 @@ def _facts(
         "tokens_per_s": round(tokens / seconds, 1),
         "final_loss": lived["loss"].values[-1],
         "eval": values,
-        "params_hash": params_hash(state.params),
+        "params_hash": digest,
         "checkpoint": str(checkpoint.folder(out, config.num_steps).relative_to(out)),
     }
-    return facts | ({"train_flops": flops_per_token * tokens} if flops_per_token is not None else {})
+    flops = [
+        (part.num_steps - part.first_step) * part.batch_tokens * piece.flops_per_token
+        for part, piece in zip(config.parts(), pieces)
+        if piece.flops_per_token is not None
+    ]
+    return facts | ({"train_flops": sum(flops)} if len(flops) == len(pieces) else {})

@@ -11,7 +11,7 @@ the gradients are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from noonsight.model.layout import AXES, Layout
 from noonsight.train.groups import by_path, like, spec_of
 from noonsight.train.optim import Optimizer, moments_of
+from noonsight.train.ranks import whole
 
 if TYPE_CHECKING:
     from noonsight.model.program import Program
@@ -123,11 +124,23 @@ def skip_step(state: State) -> State:
     return state._replace(step=state.step + 1)
 
 
+def pass_over(state: State, steps: Iterable[int]) -> State:
+    """The state that will pass over `steps` when it comes to them; the first SKIPPED_CAPACITY of those not behind it, and of
+    those behind it as many as there is room for.
+    """
+    now = int(state.step)
+    known = {int(step) for step in whole(state.skipped) if step >= 0} | set(steps)
+    kept = sorted(sorted(known, key=lambda step: (step < now, abs(step - now)))[:SKIPPED_CAPACITY])
+    values = np.full((SKIPPED_CAPACITY,), -1, np.int32)
+    values[: len(kept)] = kept
+    return state._replace(skipped=jax.device_put(values, state.skipped.sharding))
+
+
 def params_hash(params: Any) -> str:
     """xxh3-128 over path, dtype, shape and bytes of every leaf, in the order of the tree. Equal hash: equal bits."""
     digest = xxhash.xxh3_128()
     for path, leaf in by_path(params).items():
-        array = np.ascontiguousarray(jax.device_get(leaf))
+        array = np.ascontiguousarray(whole(leaf))
         digest.update(f"{path} {array.dtype} {array.shape}\n".encode())
         digest.update(array.reshape(-1).view(np.uint8))
     return digest.hexdigest()

@@ -12,12 +12,25 @@ from pathlib import Path
 from noonsight.logbook.record import Artifact
 from noonsight.logbook.write import Writer
 from noonsight.train import recover
+from noonsight.train.recover import skips
 
 
 class NonFinite(RuntimeError):
     """Says its symptom like the loop's."""
 
     symptom = "non-finite"
+
+
+class Spike(RuntimeError):
+    """Says its symptom like the loop's."""
+
+    symptom = "spike"
+
+
+class NoCheckpoint(RuntimeError):
+    """Says its symptom like a restore."""
+
+    symptom = "no-checkpoint"
 
 
 def play(part: str, out: Path, writer: Writer) -> Artifact:
@@ -40,9 +53,18 @@ def play(part: str, out: Path, writer: Writer) -> Artifact:
         raise MemoryError
     if part == "segfault-first" and first:
         os.kill(os.getpid(), signal.SIGSEGV)
-    if part == "disk-full":
+    if part == "disk-full-first" and first:
         raise OSError(errno.ENOSPC, "No space left on device")
-    if part == "non-finite":
+    if part == "no-checkpoint":
+        raise NoCheckpoint("none verifies")
+    if part == "non-finite":  # a worker that does not pass over what it is told to, or whose every batch is bad
+        bad = 3 + len(skips.skips(out))
+        writer.event("bad-steps", f"Step {bad} is not finite.", cause="non-finite", step=bad, data={"steps": [bad]})
+        raise NonFinite("loss is nan")
+    if part == "spike-first" and first:
+        writer.event("bad-steps", "The loss of step 4 is 9.", cause="spike", step=3, data={"steps": [3, 4]})
+        raise Spike("loss is 9")
+    if part == "non-finite-silent":
         raise NonFinite("loss is nan")
     if part == "wait":
         signal.signal(signal.SIGTERM, lambda *_: _leave())

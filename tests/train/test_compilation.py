@@ -12,7 +12,7 @@ import pytest
 from noonsight.logbook import read
 from noonsight.logbook.claim import claim
 from noonsight.logbook.record import Placement
-from noonsight.train.pretrain import counted_compilations, pretrain
+from noonsight.train.pretrain import Part, counted_compilations, pretrain
 from tests.train.toy import make_batch, make_program, pretrain_config, table
 
 HOUSE = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def train(out: Path, batch=make_batch) -> None:
     out.mkdir()
     config = pretrain_config(num_steps=12, checkpoint_every=5)
     with claim(out, "worker") as owned:
-        pretrain(config, make_program(), batch, out, owned, Placement(), table=table())
+        pretrain(config, lambda _: Part(make_program(), batch), out, owned, Placement(), table=table())
 
 
 def taken_from_the_cache(out: Path) -> list[bool]:

@@ -125,13 +125,11 @@ def live(out, start, layout: Layout, moments_on_host: bool) -> Lived:
         patch.setattr(pretrain, "compile_step", compile_step)
         pretrain.pretrain(
             TRAINING,
-            make_program(),
-            gradients,
+            lambda _: pretrain.Part(make_program(), gradients),
             out,
             owned,
-            Placement(),
+            Placement(moments_on_host=moments_on_host),
             layout=layout,
-            moments_on_host=moments_on_host,
         )
     measured = {name: line.values for name, line in read.metrics(out).items()}
     arrays = load_file(checkpoint.folder(out, NUM_STEPS) / checkpoint.ARRAYS)

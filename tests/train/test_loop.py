@@ -14,9 +14,9 @@ from noonsight.logbook.record import Event, Placement
 from noonsight.logbook.vocabulary import METRICS
 from noonsight.train import checkpoint, health
 from noonsight.train.health import Health
-from noonsight.train.loop import NonFinite
+from noonsight.train.journal import BadStep
 from noonsight.train.optim import make_optimizer
-from noonsight.train.pretrain import pretrain
+from noonsight.train.pretrain import Part, pretrain
 from noonsight.train.recover import Interrupted
 from noonsight.train.step import compile_step, init_state, make_train_step, params_hash, skip_step
 from tests.train.toy import Program, make_batch, make_program, optimizer_config, pretrain_config, table
@@ -38,9 +38,8 @@ def train(out, *, batch=make_batch, evaluate=None, program=None, parent=None, **
     out.mkdir(exist_ok=True)
     with claim(out, "worker") as owned:
         config = pretrain_config(**changes)
-        return pretrain(
-            config, program or make_program(), batch, out, owned, Placement(), evaluate, table=table(), parent=parent
-        ).facts
+        part = Part(program or make_program(), batch, evaluate)
+        return pretrain(config, lambda _: part, out, owned, Placement(), table=table(), parent=parent).facts
 
 
 def kinds(out):
@@ -126,18 +125,18 @@ def test_a_nan_stops_within_a_step_with_its_batch_kept_and_no_checkpoint_of_it(t
         taken.append(step)
         return make_batch(step, bad_step=20)
 
-    with pytest.raises(NonFinite, match=r"Step 20 gave loss nan.*bad_batches/step_00000020.npz"):
+    with pytest.raises(BadStep, match=r"Step 20 gave loss nan.*bad_batches/step_00000020.npz"):
         train(tmp_path, batch=poisoned, checkpoint_every=7)
     assert max(taken) <= 21
     assert [int(path.name[5:]) for path in checkpoint.folders(tmp_path)] == [7, 14]
     kept = np.load(tmp_path / "bad_batches/step_00000020.npz")
     np.testing.assert_array_equal(next(kept[name] for name in kept.files if "x" in name), poisoned(20)["x"])
-    event = next(event for event in read.events(tmp_path) if event.kind == "non-finite")
+    event = next(event for event in read.events(tmp_path) if event.kind == "bad-steps")
     assert event.step == 20 and event.data["batch"] == "bad_batches/step_00000020.npz"
 
 
 def test_a_nan_on_the_step_of_a_checkpoint_is_found_before_the_save(tmp_path):
-    with pytest.raises(NonFinite):
+    with pytest.raises(BadStep):
         train(tmp_path, batch=lambda step: make_batch(step, bad_step=13), checkpoint_every=7)
     assert [int(path.name[5:]) for path in checkpoint.folders(tmp_path)] == [7]
 

@@ -12,7 +12,7 @@ from noonsight.logbook.record import Placement
 from noonsight.logbook.write import Writer
 from noonsight.model.families import delphi, hero, miniature
 from noonsight.model.layout import ALONE
-from noonsight.train.loop import Journal
+from noonsight.train.journal import Journal
 from noonsight.train.placement import Dropped, layout_of, model_of
 from noonsight.train.recover import SYMPTOMS
 from tests.train.toy import make_batch, pretrain_config

@@ -12,10 +12,11 @@ import pytest
 from noonsight.logbook import claim as claims
 from noonsight.logbook import read
 from noonsight.logbook.claim import claim
-from noonsight.logbook.record import Fault, Placement, encode
+from noonsight.logbook.record import Fault, Placement, Progress, encode
 from noonsight.logbook.write import LogbookError, Writer
 from noonsight.train import checkpoint, recover
-from noonsight.train.recover import SYMPTOMS, RunStopped, resumed_bit_identical, supervise
+from noonsight.train.recover import SYMPTOMS, RunStopped, pause, resumed_bit_identical, skips, supervise
+from noonsight.train.recover.watch import Tail
 
 
 def supervised(out, module, *argv, **placement):
@@ -24,7 +25,7 @@ def supervised(out, module, *argv, **placement):
     (out / "placement.json").write_bytes(encode(placement))
     with claim(out, "stage") as owned:
         return supervise(
-            [sys.executable, "-m", f"tests.train.{module}", *argv], out, writer=Writer(out, owned), placement=placement
+            [sys.executable, "-m", f"tests.train.{module}", *argv], out, writer=Writer(out, owned)
         )
 
 
@@ -53,11 +54,40 @@ def test_what_a_restart_repairs_is_restarted(tmp_path, part, symptom):
         assert "play" in ending.data["log"], "the stack of the hanging worker is in its log"
 
 
-@pytest.mark.parametrize("part", ["disk-full", "non-finite"])
-def test_what_a_restart_would_repeat_is_stopped(tmp_path, part):
-    with pytest.raises(RunStopped, match="training stops"):
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ("no-checkpoint", "Checkpoints exist but none can be trusted after 3 steps; training stops"),
+        ("non-finite-silent", "the worker did not say which batch it was; training stops"),
+    ],
+)
+def test_what_a_restart_would_repeat_is_stopped(tmp_path, part, sentence):
+    with pytest.raises(RunStopped, match=sentence):
         supervised(tmp_path, "puppet", part)
-    assert kinds(tmp_path) == [part, "stop"]
+    assert kinds(tmp_path)[-2:] == [part.removesuffix("-silent"), "stop"]
+
+
+def test_the_batches_of_a_spike_are_passed_over(tmp_path):
+    facts = supervised(tmp_path, "puppet", "spike-first")
+    assert facts["skipped_steps"] == [3, 4] and facts["restarts"] == 1
+    assert kinds(tmp_path) == ["bad-steps", "spike", "skipped", "restart"]
+    assert skips.skips(tmp_path) == {3: 1, 4: 1}, "by the fence of the attempt that fell over them"
+
+
+def test_three_bad_batches_in_a_row_are_not_the_data(tmp_path):
+    with pytest.raises(RunStopped, match="the batch after 2 that were passed over, so it is not the data"):
+        supervised(tmp_path, "puppet", "non-finite")
+    assert sorted(skips.skips(tmp_path)) == [3, 4]
+
+
+def test_storage_that_takes_no_writes_is_waited_for(tmp_path, monkeypatch, capsys):
+    answers = iter([f"{tmp_path} is full: 5 bytes are free and 1048576 are needed", "still full", None])
+    monkeypatch.setattr(checkpoint, "writable", lambda place, num_bytes: next(answers))
+    monkeypatch.setattr(pause, "POLL_S", 0.0)
+    facts = supervised(tmp_path, "puppet", "disk-full-first")
+    assert facts["attempt"] == 2 and kinds(tmp_path) == ["storage", "paused", "restart"]
+    said = capsys.readouterr().err
+    assert said.count("Paused:") == 1 and "5 bytes are free and 1048576 are needed" in said
 
 
 def test_the_same_crash_at_the_same_step_stops_after_three(tmp_path):
@@ -169,7 +199,7 @@ def test_exit_codes_tell_the_symptoms_apart():
     full = LogbookError("cannot write")
     full.errno = 28
     errors = {
-        "disk-full": full,
+        "storage": full,
         "out-of-memory": RuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
         "no-checkpoint": checkpoint.NoValidCheckpoint("x"),
         "non-finite": checkpoint.NonFiniteState("x"),
@@ -189,5 +219,4 @@ def test_the_supervisor_needs_no_jax():
 def test_a_damaged_heartbeat_is_passed_over(tmp_path):
     good = b'{"step":3,"of":9,"at":"","monotonic":1.0,"attempt":1}\n'
     (tmp_path / "progress.jsonl").write_bytes(b"{broken\n" + good + b'{"step":')
-    watched = recover._Watched(process=None, log_start=0, num_faults=0, beats_read=0)
-    assert [beat.step for beat in recover._new_beats(watched, tmp_path)] == [3]
+    assert [beat.step for beat in Tail(path=tmp_path / "progress.jsonl", kind=Progress).read()] == [3]

@@ -82,6 +82,16 @@ def make_batch(step: int, bad_step: int | None = None) -> dict[str, np.ndarray]:
     return {"x": x, "y": np.sin(x[:, ::-1])}
 
 
+def toy_part(bad_step: int | None = None) -> Any:
+    """What every phase trains with."""
+    from noonsight.train.pretrain import Part
+
+    def evaluate(params: Any, extra: Any, step: int) -> dict[str, float]:
+        return {"eval/loss": float(params["gain"][0])}
+
+    return Part(make_program(), lambda step: make_batch(step, bad_step), evaluate, 100.0)
+
+
 def main(out: Path) -> None:
     """The worker."""
     from noonsight.train import recover
@@ -91,15 +101,7 @@ def main(out: Path) -> None:
     bad_step = told.pop("bad_step", None)
     recover.work(
         lambda out, claim, placement: pretrain(
-            pretrain_config(**told),
-            make_program(),
-            lambda step: make_batch(step, bad_step),
-            out,
-            claim,
-            placement,
-            evaluate=lambda params, extra, step: {"eval/loss": float(params["gain"][0])},
-            flops_per_token=100.0,
-            table=table(),
+            pretrain_config(**told), lambda part: toy_part(bad_step), out, claim, placement, table=table()
         ),
         out,
     )
