@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import cyclopts
 
-from noonsight.cli import atlas, logbook, machine, model, plan, rehearse, serve
+from noonsight.cli import atlas, drill, logbook, machine, model, plan, rehearse, serve
 
 FAILED, WRONG_USE, LOCKED, INTERRUPTED = 1, 2, 4, 130
 
@@ -30,6 +30,7 @@ for verb in (
     atlas.site,
     model.count,
     rehearse.rehearse,
+    drill.drill,
     serve.export,
     plan.prune,
     machine.doctor,

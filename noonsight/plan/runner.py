@@ -66,17 +66,18 @@ def run_experiment(
     path: Path,
     root: Path,
     *,
+    experiment: Experiment | None = None,
     accept_code: bool = False,
     after: Callable[[Path], None] | None = None,
     screen: Screen | None = None,
 ) -> int:
     """Run what is not done of the experiment in file `path`, with results below `root`; return the exit code.
 
-    `after(root)` is called when stages ran, also after a failure. Raises ValueError for an experiment that cannot run
+    `experiment` is one made from that file, in the place of what it describes. `after(root)` is called when stages ran, also after a failure. Raises ValueError for an experiment that cannot run
     (nothing was started), `Held` when another process runs it, `LogbookError` when the disk refuses.
     """
     screen = screen or Screen()
-    experiment = load_experiment(path)
+    experiment = experiment or load_experiment(path)
     folder = Path(root).absolute() / experiment.name
     plan = Plan(experiment, Path(path), folder)
     with claim(folder, "runner", wait_s=1.0), _signals():

@@ -116,6 +116,7 @@ class Journal:
         values = evaluate(state.params, state.extra, done)
         if self._ranks.first:
             self._writer.metrics(done, values)
+        self.beat(done, "run")  # whatever hangs from here on is no evaluation
         return values
 
     def save(self, done: int, saver: Saver, state: State, kind: str) -> None:
@@ -125,6 +126,7 @@ class Journal:
         saver.save(state, step=done, kind=kind, tokens=self._config.tokens_before(done))
         if self._ranks.first:
             self._writer.metrics(done, {"save_s": time.perf_counter() - start})
+        self.beat(done, "run")
 
     def beat(self, done: int, phase: str, text: str = "") -> None:
         """One heartbeat."""

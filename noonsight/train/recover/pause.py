@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 from pathlib import Path
 
-from noonsight.logbook import read
+import msgspec
+
 from noonsight.logbook.record import CheckpointManifest, Placement
 
 POLL_S = 1.0
@@ -43,6 +45,7 @@ def _needed_bytes(out: Path) -> int:
     """What the next checkpoint will take, from the last one that is there; at least a megabyte."""
     sizes = [1 << 20]
     for path in (out / "checkpoints").glob("step_*/manifest.json"):
-        manifest = read.document(path, CheckpointManifest)
-        sizes.append(sum(fact["bytes"] for fact in manifest.files.values()) if manifest else 0)
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # a damaged one says nothing
+            manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
+            sizes.append(sum(fact["bytes"] for fact in manifest.files.values()))
     return max(sizes)

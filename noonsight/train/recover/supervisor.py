@@ -71,7 +71,7 @@ def supervise(command: Sequence[str], out: Path, *, writer: Writer) -> dict[str,
             step = seen.step if seen.step is not None else (outage.step if outage else 0)
             ending = _ending(symptom, step, gang, seen, out, injected=num_struck(out) > struck)
             endings.append(ending)
-            outage = outage or Outage(since=seen.seen_at, cause=_cause(ending), step=step)
+            outage = outage or Outage(since=seen.seen_at, cause=_cause(ending), symptom=symptom, step=step)
             _act(endings, out, writer, placement)
     return _facts(out)
 
@@ -227,7 +227,7 @@ def _outage_before(out: Path) -> Outage | None:
     last = read.last_progress(out)
     if last is None or last.phase in ("start", "done"):
         return None
-    return Outage(since=time.monotonic(), cause="supervisor-lost", step=last.step)
+    return Outage(since=time.monotonic(), cause="supervisor-lost", symptom="supervisor-lost", step=last.step)
 
 
 def _report_restart(seen: Watch, outage: Outage, writer: Writer) -> None:
@@ -241,6 +241,7 @@ def _report_restart(seen: Watch, outage: Outage, writer: Writer) -> None:
         steps_lost=lost,
         seconds_lost=round(lost_s, 3),
         data={
+            "symptom": outage.symptom,
             "resumed_at": resumed_at,
             "to_first_step_s": seen.first_step_at and round(seen.first_step_at - outage.since, 3),
         },

@@ -64,6 +64,7 @@ class Outage:
 
     since: float
     cause: str
+    symptom: str
     step: int
 
 

@@ -6,6 +6,7 @@ the same fence token and check it before they write.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -46,12 +47,14 @@ def work(body: Callable[[Path, Claim, Placement], Artifact], out: Path) -> NoRet
             if rank == 0:
                 write_atomic(out / "result.json", encode(artifact))
     except BaseException as error:
-        traceback.print_exc()
         code = exit_code(error)
+        with contextlib.suppress(OSError):  # a full disk takes no log either
+            traceback.print_exc()
     else:
         code = 0
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
