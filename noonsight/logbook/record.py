@@ -39,7 +39,9 @@ class Fault(Record, kw_only=True):
     kind: FaultKind
     at_step: int
     rank: int = 0  # of the process that it strikes
-    seconds: float = 0.0  # clock: how far the wall clock jumps; slow: how long the data of a step are late, from then on
+    seconds: float = (
+        0.0  # clock: how far the wall clock jumps; slow: how long the data of a step are late, from then on
+    )
 
 
 class Placement(Record, kw_only=True):

@@ -60,7 +60,8 @@ def load_run(folder: Path, checkpoint: str | None = None) -> tuple[PretrainConfi
         raise ValueError(
             f"{folder} is not a finished training run (it {state}). Give the folder of a run that is done."
         )
-    path = folder / "checkpoints" / checkpoint if checkpoint else folder / record.facts["checkpoint"]
+    root = checkpoints.root_of(folder, record.placement)
+    path = root / (checkpoint or record.facts["checkpoint"].rsplit("/", 1)[-1])
     if reason := checkpoints.verify(path):
         raise ValueError(f"{path} cannot be trusted: {reason}. Put a good copy back, or take another checkpoint.")
     config = config_of(record.config)

@@ -149,5 +149,3 @@ def _table(facts: Mapping[str, Any]) -> dict[str, Any]:
     rows += [[f"faults: {kind}", str(count)] for kind, count in facts["by_kind"].items()]
     text = "The same run twice, undisturbed and with faults on purpose; nothing may differ but the time."
     return {"title": "Drill", "columns": ["what", "value"], "rows": rows, "text": text}
-
-

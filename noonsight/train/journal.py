@@ -57,7 +57,7 @@ class Journal:
     ) -> None:
         """`flops_per_token`: model FLOPs of forward and backward for one token, if known."""
         self._out, self._writer, self._config, self._placement = out, writer, config, placement
-        self._part, self._flops_per_token, self._ranks = config, flops_per_token, ranks or Ranks()
+        self._part, self._flops_per_token, self.ranks = config, flops_per_token, ranks or Ranks()
         self.health = Health(config)
         self._pending: tuple[int, Any, Measured] | None = None
         self._recent: deque[float] = deque(maxlen=20)
@@ -91,18 +91,18 @@ class Journal:
         self._recent.append(seconds)
         finite = values.pop("finite") == 1.0
         values |= self._speed(step, seconds)
-        if self._placement.record_batches and self._ranks.alone:
+        if self._placement.record_batches and self.ranks.alone:
             values["batch_digest"] = float(batch_digest(data))
-        if self._ranks.first:
+        if self.ranks.first:
             self._writer.metrics(step, values)
         if not finite:
             self._refuse(step, data, values)
         require_no_drops(self._placement, step, values)
         for rule, sentence in self.health.look(step, values):
             self.event("sentinel", sentence, cause=rule, step=step)
-        if not self._ranks.alone:
+        if not self.ranks.alone:
             beat = RankBeat(step=step, own_s=round(self._own_s, 4), step_s=round(seconds, 4))
-            append_line(rank_beats(self._out, self._ranks.rank), encode(beat))
+            append_line(rank_beats(self._out, self.ranks.rank), encode(beat))
         self.beat(step + 1, "run", text=f"loss {values['loss']:.4f}")
 
     def hash(self, done: int, params: Any) -> None:
@@ -114,7 +114,7 @@ class Journal:
         """Evaluate the state after `done` steps and write the values down."""
         self.beat(done, "evaluate")
         values = evaluate(state.params, state.extra, done)
-        if self._ranks.first:
+        if self.ranks.first:
             self._writer.metrics(done, values)
         self.beat(done, "run")  # whatever hangs from here on is no evaluation
         return values
@@ -124,13 +124,13 @@ class Journal:
         self.beat(done, "save")
         start = time.perf_counter()
         saver.save(state, step=done, kind=kind, tokens=self._config.tokens_before(done))
-        if self._ranks.first:
+        if self.ranks.first:
             self._writer.metrics(done, {"save_s": time.perf_counter() - start})
         self.beat(done, "run")
 
     def beat(self, done: int, phase: str, text: str = "") -> None:
         """One heartbeat."""
-        if self._ranks.first:
+        if self.ranks.first:
             rate = 1 / statistics.median(self._recent) if self._recent else None
             self._writer.progress(done, self._config.num_steps, unit="steps", phase=phase, rate=rate, text=text)
 
@@ -140,7 +140,7 @@ class Journal:
 
     def event(self, kind: str, text: str, **fields: Any) -> None:
         """Write an event down once for all ranks."""
-        if self._ranks.first:
+        if self.ranks.first:
             self._writer.event(kind, text, **fields)
 
     def _speed(self, step: int, seconds: float) -> dict[str, float]:
@@ -156,7 +156,7 @@ class Journal:
 
     def _refuse(self, step: int, data: Any, values: dict[str, float]) -> None:
         kept, known = "", {"steps": [step]}
-        if self._ranks.alone:
+        if self.ranks.alone:
             name = f"bad_batches/step_{step:08d}.npz"
             (self._out / name).parent.mkdir(exist_ok=True)
             leaves = {

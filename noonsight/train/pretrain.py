@@ -104,7 +104,7 @@ def pretrain(
     run.journal.beat(config.num_steps, "done")
     if not run.ranks.first:
         return Artifact()
-    return Artifact(facts=_facts(config, digest, evaluated, out, [piece for _, piece in pieces]))
+    return Artifact(facts=_facts(config, digest, evaluated, out, [piece for _, piece in pieces], placement))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,14 @@ def _begin(
     journal.beat(0, "start")
     keep_compilations(out)
     _, key = jax.random.split(jax.random.key(config.seed))  # (data, model), as the hero splits them
-    saver = checkpoint.Saver(out, claim, attempt=writer.attempt, on_saved=_recorder(writer))
+    saver = checkpoint.Saver(
+        checkpoint.root_of(out, placement),
+        claim,
+        attempt=writer.attempt,
+        on_saved=_recorder(writer),
+        rank=journal.ranks.rank,
+        num_ranks=journal.ranks.count,
+    )
     return _Run(
         config=config,
         out=out,
@@ -162,9 +169,15 @@ def _first_state(run: _Run, part: PretrainConfig, piece: Part, parent: Path | No
     write_table(run, "optimizer", describe(run.config.optimizer, shapes, run.table))
     optimizer = _optimizer(run, part, piece)
     shardings = _lay_out(run, piece, optimizer)
-    fork = None if parent is None else checkpoint.folder(parent, run.config.first_step)
+    fork = None if parent is None else checkpoint.folder(checkpoint.root_of(parent), run.config.first_step)
     state = initial_or_restored(
-        lambda: init_state(piece.program, optimizer, run.key), run.out, run.journal.event, shardings, fork, run.ranks
+        lambda: init_state(piece.program, optimizer, run.key),
+        checkpoint.root_of(run.out, run.placement),
+        run.journal.event,
+        shardings,
+        fork,
+        skips.skips(run.out),
+        run.ranks,
     )
     return pass_over(state, {*run.config.skip_steps, *skips.skips(run.out)})
 
@@ -219,9 +232,7 @@ def _phase_sentence(config: PretrainConfig, part: PretrainConfig) -> str:
 
 def _optimizer(run: _Run, part: PretrainConfig, piece: Part) -> Optimizer:
     shapes = jax.eval_shape(piece.program.init, run.key)[0]
-    return make_optimizer(
-        part.optimizer, shapes, num_steps=part.schedule_steps, table=run.table, layout=run.layout
-    )
+    return make_optimizer(part.optimizer, shapes, num_steps=part.schedule_steps, table=run.table, layout=run.layout)
 
 
 def _lay_out(run: _Run, piece: Part, optimizer: Optimizer) -> State | None:
@@ -233,20 +244,21 @@ def _lay_out(run: _Run, piece: Part, optimizer: Optimizer) -> State | None:
 
 def initial_or_restored(
     init: Callable[[], State],
-    out: Path,
+    root: Any,
     event: Callable[..., None],
     shardings: State | None = None,
-    fork: Path | None = None,
+    fork: Any = None,
+    passed_over: Mapping[int, int] = {},
     ranks: Ranks | None = None,
 ) -> State:
-    """The newest state of `out` that verifies, or a fresh one where none was ever completed, laid out in `shardings`.
+    """The newest state below `root` that verifies, or a fresh one where none was ever completed, laid out in `shardings`.
 
     With `fork`, a checkpoint of another run, there is no fresh state. A state that another mesh kept is the same state.
     One that holds the effect of a step which is passed over since then is given up. Raises NoValidCheckpoint, and
     ValueError when the fork does not verify.
     """
     ranks = ranks or Ranks()
-    chosen = ranks.share("checkpoint", _choose(out, event) if ranks.first else "")
+    chosen = ranks.share("checkpoint", _choose(root, event, passed_over) if ranks.first else "")
     if not chosen and fork is None:
         return jax.jit(init, out_shardings=shardings)()
     target = jax.eval_shape(init)
@@ -258,24 +270,23 @@ def initial_or_restored(
         if reason := checkpoint.verify(fork):
             raise ValueError(f"{fork}, from which this run shall go on, cannot be trusted: {reason}")
         state = checkpoint.restore(fork, target)
-        event("forked", f"Went on from {fork.name} of {fork.parents[1].name}.", step=int(state.step))
+        event("forked", f"Went on from {fork.name} of {fork.parent.parent.name}.", step=int(state.step))
         return state
-    path = checkpoint.folder(out, int(chosen))
+    path = checkpoint.folder(root, int(chosen))
     state = checkpoint.restore(path, target)
     event("restored", f"Went on from {path.name}.", step=int(chosen))
     return state
 
 
-def _choose(out: Path, event: Callable[..., None]) -> str:
+def _choose(root: Any, event: Callable[..., None], passed_over: Mapping[int, int]) -> str:
     """The step of the checkpoint to go on from, "" where there is none."""
-    passed_over = skips.skips(out)
-    for path in checkpoint.folders(out):
+    for path in checkpoint.folders(root):
         with contextlib.suppress(OSError, ValueError):  # a damaged one is told of below
             manifest = checkpoint.read_manifest(path)
             if why := skips.why_given_up(manifest, passed_over):
                 checkpoint.remove(path)
                 event("checkpoint-given-up", f"{path.name} is removed: {why}.", step=manifest.step)
-    found = checkpoint.newest(out)
+    found = checkpoint.newest(root)
     if found is None:
         return ""
     for reason in found.rejected:
@@ -358,10 +369,16 @@ def _recorder(writer: Writer) -> Callable[[Path, checkpoint.Kind], None]:
     return record
 
 
+def _address(kept: Any, out: Path) -> str:
+    """Where a checkpoint is: below the run's folder, or its whole address."""
+    return str(kept.relative_to(out)) if str(kept).startswith(f"{out}/") else str(kept)
+
+
 def _facts(
-    config: PretrainConfig, digest: str, values: dict[str, float], out: Path, pieces: list[Part]
+    config: PretrainConfig, digest: str, values: dict[str, float], out: Path, pieces: list[Part], placement: Placement
 ) -> dict[str, Any]:
     lived = read.metrics(out)
+    kept = checkpoint.folder(checkpoint.root_of(out, placement), config.num_steps)
     tokens = config.tokens_before(config.num_steps) - config.tokens_before(config.first_step)
     seconds = sum(lived["step_s"].values)
     facts = {
@@ -372,7 +389,7 @@ def _facts(
         "final_loss": lived["loss"].values[-1],
         "eval": values,
         "params_hash": digest,
-        "checkpoint": str(checkpoint.folder(out, config.num_steps).relative_to(out)),
+        "checkpoint": _address(kept, out),
     }
     flops = [
         (part.num_steps - part.first_step) * part.batch_tokens * piece.flops_per_token

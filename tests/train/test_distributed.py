@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from safetensors.numpy import load_file
 
 from noonsight.logbook import read
 from noonsight.logbook.claim import claim
@@ -107,7 +106,9 @@ def leave_jax_and_signals_alone():
 def keep(out, state, step: int):
     with claim(out, "worker") as owned:
         arrays = checkpoint.to_host(state)
-        return checkpoint.write(out, arrays, step=step, kind="permanent", tokens=0, claim=owned, attempt=1)
+        return checkpoint.write(
+            checkpoint.root_of(out), arrays, step=step, kind="permanent", tokens=0, claim=owned, attempt=1
+        )
 
 
 def live(out, start, layout: Layout, moments_on_host: bool) -> Lived:
@@ -132,7 +133,7 @@ def live(out, start, layout: Layout, moments_on_host: bool) -> Lived:
             layout=layout,
         )
     measured = {name: line.values for name, line in read.metrics(out).items()}
-    arrays = load_file(checkpoint.folder(out, NUM_STEPS) / checkpoint.ARRAYS)
+    arrays = checkpoint.arrays(checkpoint.folder(checkpoint.root_of(out), NUM_STEPS))
     return Lived(arrays, measured, texts[0])
 
 

@@ -62,8 +62,8 @@ def test_a_run_learns_and_writes_every_step_once(tmp_path):
     assert metrics["eval/loss"].steps == (15, 30, 40) and seen == [15, 30, 40]
     assert metrics["tokens"].values[-1] == facts["tokens"] == 40 * 16 * 8
     assert metrics["rate/adam"].values[:2] == (0.0, pytest.approx(1e-2 / 4))
-    assert [path.name[-2:] for path in checkpoint.folders(tmp_path)] == ["10", "20", "30", "40"]
-    assert checkpoint.newest(tmp_path).manifest.kind == "final"
+    assert [path.name[-2:] for path in checkpoint.folders(checkpoint.root_of(tmp_path))] == ["10", "20", "30", "40"]
+    assert checkpoint.newest(checkpoint.root_of(tmp_path)).manifest.kind == "final"
     assert [event.step for event in read.events(tmp_path) if event.kind == "params-hash"] == list(range(5, 41, 5))
     last = read.last_progress(tmp_path)
     assert (last.step, last.of, last.phase) == (40, 40, "done")
@@ -98,7 +98,9 @@ def test_interrupted_at_five_points_the_stream_of_batches_is_the_same(tmp_path):
             facts = train(tmp_path / "broken", batch=interrupting)
             break
         except Interrupted:
-            assert checkpoint.newest(tmp_path / "broken").manifest.step == taken[-1], "no step is lost"
+            assert checkpoint.newest(checkpoint.root_of(tmp_path / "broken")).manifest.step == taken[-1], (
+                "no step is lost"
+            )
     assert attempts == 6
     whole = train(tmp_path / "whole")
     assert facts["params_hash"] == whole["params_hash"]
@@ -114,8 +116,8 @@ def test_sigterm_breaks_off_an_evaluation_and_keeps_the_step(tmp_path):
 
     with pytest.raises(Interrupted):
         train(tmp_path, evaluate=evaluate, evaluate_every=5)
-    assert checkpoint.newest(tmp_path).manifest.step == 5
-    assert checkpoint.newest(tmp_path).manifest.kind == "temporary"
+    assert checkpoint.newest(checkpoint.root_of(tmp_path)).manifest.step == 5
+    assert checkpoint.newest(checkpoint.root_of(tmp_path)).manifest.kind == "temporary"
 
 
 def test_a_nan_stops_within_a_step_with_its_batch_kept_and_no_checkpoint_of_it(tmp_path):
@@ -128,7 +130,7 @@ def test_a_nan_stops_within_a_step_with_its_batch_kept_and_no_checkpoint_of_it(t
     with pytest.raises(BadStep, match=r"Step 20 gave loss nan.*bad_batches/step_00000020.npz"):
         train(tmp_path, batch=poisoned, checkpoint_every=7)
     assert max(taken) <= 21
-    assert [int(path.name[5:]) for path in checkpoint.folders(tmp_path)] == [7, 14]
+    assert [int(path.name[5:]) for path in checkpoint.folders(checkpoint.root_of(tmp_path))] == [7, 14]
     kept = np.load(tmp_path / "bad_batches/step_00000020.npz")
     np.testing.assert_array_equal(next(kept[name] for name in kept.files if "x" in name), poisoned(20)["x"])
     event = next(event for event in read.events(tmp_path) if event.kind == "bad-steps")
@@ -138,17 +140,20 @@ def test_a_nan_stops_within_a_step_with_its_batch_kept_and_no_checkpoint_of_it(t
 def test_a_nan_on_the_step_of_a_checkpoint_is_found_before_the_save(tmp_path):
     with pytest.raises(BadStep):
         train(tmp_path, batch=lambda step: make_batch(step, bad_step=13), checkpoint_every=7)
-    assert [int(path.name[5:]) for path in checkpoint.folders(tmp_path)] == [7]
+    assert [int(path.name[5:]) for path in checkpoint.folders(checkpoint.root_of(tmp_path))] == [7]
 
 
 def test_the_step_after_a_permanent_save_goes_on(tmp_path):
     train(tmp_path, checkpoint_every=1, num_steps=6)
-    assert read.metrics(tmp_path)["loss"].steps == tuple(range(6)) and len(checkpoint.folders(tmp_path)) == 6
+    assert (
+        read.metrics(tmp_path)["loss"].steps == tuple(range(6))
+        and len(checkpoint.folders(checkpoint.root_of(tmp_path))) == 6
+    )
 
 
 def test_damaged_newest_falls_back_and_ends_the_same(tmp_path):
     whole = train(tmp_path)
-    newest = checkpoint.newest(tmp_path).path
+    newest = checkpoint.newest(checkpoint.root_of(tmp_path)).path
     (newest / "arrays.safetensors").write_bytes(b"")
     again = train(tmp_path)
     assert again["params_hash"] == whole["params_hash"] and "checkpoint-rejected" in kinds(tmp_path)

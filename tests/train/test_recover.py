@@ -24,9 +24,7 @@ def supervised(out, module, *argv, **placement):
     out.mkdir(exist_ok=True)
     (out / "placement.json").write_bytes(encode(placement))
     with claim(out, "stage") as owned:
-        return supervise(
-            [sys.executable, "-m", f"tests.train.{module}", *argv], out, writer=Writer(out, owned)
-        )
+        return supervise([sys.executable, "-m", f"tests.train.{module}", *argv], out, writer=Writer(out, owned))
 
 
 def kinds(out):
@@ -167,7 +165,7 @@ def test_killed_on_purpose_resumes_bit_for_bit_like_an_undisturbed_run(tmp_path)
     assert [name for name in kinds(tmp_path / "calm") if name in SYMPTOMS] == []
 
     # all checkpoints damaged: never from random weights again
-    for path in checkpoint.folders(tmp_path / "calm"):
+    for path in checkpoint.folders(checkpoint.root_of(tmp_path / "calm")):
         (path / "manifest.json").write_text("{}")
     with pytest.raises(RunStopped, match="none can be trusted"):
         supervised(tmp_path / "calm", "toy", hang_floor_s=30)

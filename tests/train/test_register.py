@@ -130,7 +130,9 @@ def test_f10_restored_state_lies_where_the_target_says(tmp_path):
     state = {"opt": jax.device_put(normal(1, 3, 4), host)}
     with claim(tmp_path, "worker") as mine:
         arrays = checkpoint.to_host(state)
-        path = checkpoint.write(tmp_path, arrays, step=1, kind="final", tokens=0, claim=mine, attempt=1)
+        path = checkpoint.write(
+            checkpoint.root_of(tmp_path), arrays, step=1, kind="final", tokens=0, claim=mine, attempt=1
+        )
 
     def check(target):
         assert checkpoint.restore(path, target)["opt"].sharding.memory_kind == "pinned_host"

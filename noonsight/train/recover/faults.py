@@ -124,15 +124,15 @@ def _with_nan(batch: Any) -> Any:
 
 
 def _damage_newest(out: Path) -> None:
-    """Flip one bit in the middle of the largest file of the newest checkpoint."""
-    folders = sorted((out / "checkpoints").glob("step_[0-9]*[0-9]"))
-    if not folders:
+    """Flip one bit in the middle of the largest file of the newest local checkpoint."""
+    from noonsight.train.checkpoint.storage import folders, root_of
+
+    found = folders(root_of(out))
+    if not found:
         return
-    file = max((path for path in folders[-1].iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
+    file = max((path for path in found[-1].iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
     with file.open("r+b") as data:
         data.seek(file.stat().st_size // 2)
         byte = data.read(1)
         data.seek(-1, os.SEEK_CUR)
         data.write(bytes([byte[0] ^ 1]))
-
-

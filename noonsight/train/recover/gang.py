@@ -44,7 +44,9 @@ class Gang:
         while all(code in _SAYS_LITTLE for code in codes if code) and None in codes and time.monotonic() < deadline:
             time.sleep(0.02)
             codes = [process.poll() for process in self.ranks]
-        self.ended = min((rank for rank, code in enumerate(codes) if code), key=lambda rank: codes[rank] in _SAYS_LITTLE)
+        self.ended = min(
+            (rank for rank, code in enumerate(codes) if code), key=lambda rank: codes[rank] in _SAYS_LITTLE
+        )
         self.kill()
         return codes[self.ended]
 
@@ -160,4 +162,3 @@ def _next_fence(out: Path) -> int:
 def _with_devices(flags: str, count: int) -> str:
     kept = [flag for flag in flags.split() if "host_platform_device_count" not in flag]
     return " ".join([*kept, f"--xla_force_host_platform_device_count={count}"])
-

@@ -7,10 +7,11 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import msgspec
-
-from noonsight.logbook.record import CheckpointManifest, Placement
+from noonsight.logbook.record import Placement
+from noonsight.train.checkpoint import storage
+from noonsight.train.checkpoint.storage import root_of
 
 POLL_S = 1.0
 TELL_EVERY_S = 600.0
@@ -19,12 +20,11 @@ TERMINAL = "NOONSIGHT_TERMINAL"  # file descriptor of a pipe to whoever shows a 
 
 def wait_for_storage(out: Path, placement: Placement) -> tuple[float, str]:
     """Wait until both `out` and the place of its checkpoints take writes; (seconds, what was wrong last)."""
-    from noonsight.train.checkpoint import writable  # with it comes JAX
-
     began, told = time.monotonic(), -TELL_EVERY_S
     reason = "it refused one write and takes the next"
-    places = [str(out), *([placement.checkpoints] if placement.checkpoints else [])]
-    while found := next((why for place in places if (why := writable(place, _needed_bytes(out)))), None):
+    root = root_of(out, placement)
+    needed = {out: 1 << 20, root: _needed_bytes(root)}
+    while found := next((why for place, size in needed.items() if (why := storage.writable(place, size))), None):
         reason, waited = found, time.monotonic() - began
         if waited - told >= TELL_EVERY_S:
             told = waited
@@ -41,11 +41,10 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _needed_bytes(out: Path) -> int:
+def _needed_bytes(root: Any) -> int:
     """What the next checkpoint will take, from the last one that is there; at least a megabyte."""
     sizes = [1 << 20]
-    for path in (out / "checkpoints").glob("step_*/manifest.json"):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # a damaged one says nothing
-            manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
-            sizes.append(sum(fact["bytes"] for fact in manifest.files.values()))
+    with contextlib.suppress(OSError, ValueError):  # what cannot be read says nothing
+        for path in storage.folders(root):
+            sizes.append(sum(fact["bytes"] for fact in storage.read_manifest(path).files.values()))
     return max(sizes)

@@ -6,7 +6,7 @@ decision and has taken the step in already belongs to a line of the run that is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from noonsight.logbook import read
@@ -29,7 +29,7 @@ def add(out: Path, steps: Iterable[int], *, fence: int, cause: str) -> None:
         append_line(out / SKIPS, encode({"step": step, "fence": fence, "cause": cause, "at": now()}))
 
 
-def why_given_up(manifest: CheckpointManifest, skipped: dict[int, int]) -> str | None:
+def why_given_up(manifest: CheckpointManifest, skipped: Mapping[int, int]) -> str | None:
     """Why a checkpoint belongs to a line that was given up: it holds the effect of a step that is passed over by now."""
     for step, fence in skipped.items():
         if step < manifest.step and manifest.fence <= fence:

@@ -284,5 +284,3 @@ def _signals() -> Iterator[threading.Event]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
-
-

@@ -40,6 +40,7 @@ SYMPTOMS: dict[str, Symptom] = {
     "out-of-memory": Symptom(action="restart", text="The worker ran out of memory", exit_code=71),
     "interrupted": Symptom(action="restart", text="The worker was asked to end and saved its state", exit_code=75),
     "non-finite": Symptom(action="skip", text="The loss or the gradient is not finite", exit_code=65),
+    "bad-state": Symptom(action="restart", text="A state with numbers that are not finite was not kept", exit_code=69),
     "spike": Symptom(action="skip", text="The loss jumped far out of its usual range", exit_code=68),
     "storage": Symptom(action="pause", text="The storage takes no writes; the last checkpoint is kept", exit_code=74),
     "dropped": Symptom(action="stop", text="The placement's exchange dropped what the config's does not", exit_code=67),
