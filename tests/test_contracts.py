@@ -32,7 +32,8 @@ def test_1_stage_artifact_placement():
     assert parameters(Experiment) == ["name", "question", "stages", "expected"]
     assert fields(record.Artifact) == ["facts"]
     assert fields(record.Placement) == [
-        "num_devices", "mesh", "exchange", "capacity_factor", "moments_on_host", "faults", "hang_floor_s", "environment", "locations",
+        "num_devices", "num_processes", "mesh", "exchange", "capacity_factor", "moments_on_host", "faults", "hang_floor_s",
+        "grace_s", "checkpoints", "temporary_every_s", "record_batches", "environment", "locations",
     ]  # fmt: skip
     assert {"path", "root", "accept_code", "after"} <= set(parameters(runner.run_experiment))
     codes = (runner.DONE, runner.FAILED, runner.WRONG_USE, runner.MOVED, runner.LOCKED, runner.INTERRUPTED)

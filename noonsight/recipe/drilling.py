@@ -10,7 +10,7 @@ import msgspec
 
 from noonsight.plan.screen import Screen
 from noonsight.plan.stage import Experiment, Stage
-from noonsight.train import drill
+from noonsight.train.recover import drill
 
 KILLED = -9  # exit code of a stage whose supervisor a fault has killed
 

@@ -21,7 +21,7 @@ from noonsight.train.journal import Evaluate, Journal
 from noonsight.train.ranks import Ranks
 from noonsight.train.recover import Interrupted
 from noonsight.train.recover.faults import Faults
-from noonsight.train.requests import Requests
+from noonsight.train.recover.requests import Requests
 from noonsight.train.step import Measured, State, skip_step
 
 GC_WARM_UP, GC_EVERY = 10, 100

@@ -34,7 +34,7 @@ from noonsight.train.optim import Optimizer, make_optimizer
 from noonsight.train.ranks import Ranks, place_batch
 from noonsight.train.recover import skips
 from noonsight.train.recover.faults import Faults
-from noonsight.train.requests import Requests
+from noonsight.train.recover.requests import Requests
 from noonsight.train.step import (
     State,
     compile_step,

@@ -154,7 +154,7 @@ def test_the_step_after_a_permanent_save_goes_on(tmp_path):
 def test_damaged_newest_falls_back_and_ends_the_same(tmp_path):
     whole = train(tmp_path)
     newest = checkpoint.newest(checkpoint.root_of(tmp_path)).path
-    (newest / "arrays.safetensors").write_bytes(b"")
+    next(newest.glob("part_*")).write_bytes(b"")
     again = train(tmp_path)
     assert again["params_hash"] == whole["params_hash"] and "checkpoint-rejected" in kinds(tmp_path)
 

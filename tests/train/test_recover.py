@@ -15,6 +15,7 @@ from noonsight.logbook.claim import claim
 from noonsight.logbook.record import Fault, Placement, Progress, encode
 from noonsight.logbook.write import LogbookError, Writer
 from noonsight.train import checkpoint, recover
+from noonsight.train.checkpoint import storage
 from noonsight.train.recover import SYMPTOMS, RunStopped, pause, resumed_bit_identical, skips, supervise
 from noonsight.train.recover.watch import Tail
 
@@ -79,8 +80,8 @@ def test_three_bad_batches_in_a_row_are_not_the_data(tmp_path):
 
 
 def test_storage_that_takes_no_writes_is_waited_for(tmp_path, monkeypatch, capsys):
-    answers = iter([f"{tmp_path} is full: 5 bytes are free and 1048576 are needed", "still full", None])
-    monkeypatch.setattr(checkpoint, "writable", lambda place, num_bytes: next(answers))
+    answers = iter([f"{tmp_path} is full: 5 bytes are free and 1048576 are needed", "still full", None, None])
+    monkeypatch.setattr(storage, "writable", lambda place, num_bytes: next(answers))
     monkeypatch.setattr(pause, "POLL_S", 0.0)
     facts = supervised(tmp_path, "puppet", "disk-full-first")
     assert facts["attempt"] == 2 and kinds(tmp_path) == ["storage", "paused", "restart"]
@@ -200,7 +201,7 @@ def test_exit_codes_tell_the_symptoms_apart():
         "storage": full,
         "out-of-memory": RuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
         "no-checkpoint": checkpoint.NoValidCheckpoint("x"),
-        "non-finite": checkpoint.NonFiniteState("x"),
+        "bad-state": checkpoint.NonFiniteState("x"),
         "fenced": claims.Fenced("x"),
         "interrupted": recover.Interrupted(),
     }

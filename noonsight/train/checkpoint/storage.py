@@ -2,7 +2,7 @@
 
 Both are paths (`pathlib.Path`, or `UPath` for an address such as s3://bucket/run). Local folders appear by rename after their
 bytes are on the disk. An object store has no rename: there the manifest, written last, is what makes a folder a
-checkpoint, and without one it is nothing. JAX is not imported here: the supervisor asks, too.
+checkpoint, and without one it is nothing.
 """
 
 from __future__ import annotations

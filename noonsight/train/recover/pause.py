@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from noonsight.logbook.record import Placement
-from noonsight.train.checkpoint import storage
-from noonsight.train.checkpoint.storage import root_of
 
 POLL_S = 1.0
 TELL_EVERY_S = 600.0
@@ -20,9 +18,11 @@ TERMINAL = "NOONSIGHT_TERMINAL"  # file descriptor of a pipe to whoever shows a 
 
 def wait_for_storage(out: Path, placement: Placement) -> tuple[float, str]:
     """Wait until both `out` and the place of its checkpoints take writes; (seconds, what was wrong last)."""
+    from noonsight.train.checkpoint import storage  # JAX comes with it
+
     began, told = time.monotonic(), -TELL_EVERY_S
     reason = "it refused one write and takes the next"
-    root = root_of(out, placement)
+    root = storage.root_of(out, placement)
     needed = {out: 1 << 20, root: _needed_bytes(root)}
     while found := next((why for place, size in needed.items() if (why := storage.writable(place, size))), None):
         reason, waited = found, time.monotonic() - began
@@ -43,6 +43,8 @@ def tell(text: str) -> None:
 
 def _needed_bytes(root: Any) -> int:
     """What the next checkpoint will take, from the last one that is there; at least a megabyte."""
+    from noonsight.train.checkpoint import storage
+
     sizes = [1 << 20]
     with contextlib.suppress(OSError, ValueError):  # what cannot be read says nothing
         for path in storage.folders(root):
