@@ -70,6 +70,7 @@ def make_measure(
     from noonsight.model.transformer import token_losses
     from noonsight.tokens.batches import heldout
     from noonsight.tokens.store import open_store
+    from noonsight.train.ranks import whole
 
     documents = heldout(store)
     eos = open_store(store).manifest.eos
@@ -79,7 +80,7 @@ def make_measure(
 
     def measure(params: Any, extra: Any, *, every: int = 1) -> Scores:
         return bits_per_byte(
-            lambda batch: losses(params, extra, batch),
+            lambda batch: jax.tree.map(whole, losses(params, extra, batch)),
             documents[::every],
             sequence_length=model.sequence_length,
             batch_size=num_rows,

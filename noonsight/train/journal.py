@@ -61,12 +61,16 @@ class Journal:
         self.health = Health(config)
         self._pending: tuple[int, Any, Measured] | None = None
         self._recent: deque[float] = deque(maxlen=20)
-        self._own_s = 0.0
+        self._own_s, self._batch = 0.0, None
         self._clock = time.perf_counter()
+        if not self.ranks.alone:
+            rank_beats(out, self.ranks.rank).parent.mkdir(exist_ok=True)
 
-    def change(self, part: PretrainConfig, flops_per_token: float | None) -> None:
-        """From the next step on the run is as `part` says."""
-        self._part, self._flops_per_token = part, flops_per_token
+    def change(
+        self, part: PretrainConfig, flops_per_token: float | None, batch: Callable[[int], Any] | None = None
+    ) -> None:
+        """From the next step on the run is as `part` says; with `batch`, the digest of each step's whole batch is kept."""
+        self._part, self._flops_per_token, self._batch = part, flops_per_token, batch
         self.health.change(part)
 
     @contextlib.contextmanager
@@ -91,8 +95,8 @@ class Journal:
         self._recent.append(seconds)
         finite = values.pop("finite") == 1.0
         values |= self._speed(step, seconds)
-        if self._placement.record_batches and self.ranks.alone:
-            values["batch_digest"] = float(batch_digest(data))
+        if self._batch is not None:
+            values["batch_digest"] = float(batch_digest(self._batch(step)))
         if self.ranks.first:
             self._writer.metrics(step, values)
         if not finite:

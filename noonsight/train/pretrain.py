@@ -185,7 +185,8 @@ def _first_state(run: _Run, part: PretrainConfig, piece: Part, parent: Path | No
 def _train_part(run: _Run, part: PretrainConfig, piece: Part, state: State) -> State:
     """Compile the step of one phase and train to its end."""
     first = int(state.step)
-    run.journal.change(part, piece.flops_per_token)
+    recording = run.placement.record_batches and run.ranks.first
+    run.journal.change(part, piece.flops_per_token, piece.batch if recording else None)
     run.journal.beat(first, "compile")
     if part.first_step > run.config.first_step:
         run.journal.event("phase", _phase_sentence(run.config, part), step=first)

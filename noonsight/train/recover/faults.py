@@ -118,9 +118,21 @@ def _with_nan(batch: Any) -> Any:
     leaves, tree = jax.tree.flatten(batch)
     for index, leaf in enumerate(leaves):
         if np.issubdtype(leaf.dtype, np.floating):
-            leaves[index] = np.full_like(np.asarray(leaf), np.nan)
+            leaves[index] = _poisoned(leaf)
             break
     return jax.tree.unflatten(tree, leaves)
+
+
+def _poisoned(leaf: Any) -> Any:
+    import jax
+    import numpy as np
+
+    if not isinstance(leaf, jax.Array):
+        return np.full_like(leaf, np.nan)
+    parts = [
+        jax.device_put(np.full_like(np.asarray(part.data), np.nan), part.device) for part in leaf.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
 
 
 def _damage_newest(out: Path) -> None:
