@@ -97,6 +97,7 @@ METRICS: Mapping[str, Metric] = Vocabulary(
         _metric(
             "attention/gate_mean", "1", "steady", "Mean of the head gates; 1 at the start, near 0 means shut heads."
         ),
+        _metric("attention/gate_min", "1", "steady", "Mean of the head gates of the layer that is shut most."),
         # Experts
         _metric(
             "router/entropy", "nats", "higher", "Entropy of the mean load over experts; ln(experts) is perfect balance."
@@ -109,6 +110,12 @@ METRICS: Mapping[str, Metric] = Vocabulary(
         ),
         _metric("router/load_max_over_mean/", "1", "lower", "Load of the busiest expert over the mean, one layer."),
         _metric("router/load_min_over_mean", "1", "higher", "Load of the idlest expert over the mean load: 0 is dead."),
+        _metric(
+            "router/grad_min_over_mean",
+            "1",
+            "higher",
+            "Gradient norm of the expert with the smallest one over the mean of its layer, worst layer: 0 does not learn.",
+        ),
         _metric("router/drop_rate", "1", "lower", "Share of token-expert assignments that found no room."),
         _metric("router/drop_rate/", "1", "lower", "Share of assignments refused by the sender, or by the receiver."),
         _metric("router/bias_min", "1", "steady", "Smallest routing bias that balancing has set, over all layers."),
@@ -123,6 +130,8 @@ METRICS: Mapping[str, Metric] = Vocabulary(
         _metric("memory_bytes", "bytes", "steady", "Resident memory of the training process."),
         # Data
         _metric("data/share/", "1", "steady", "Share of the batch that came from one cell of the mixture."),
+        _metric("data/documents", "documents", "steady", "Documents that end in the batch."),
+        _metric("data/empty_documents", "documents", "lower", "Documents of the batch that are nothing but an end."),
         _metric("data/padding", "1", "lower", "Share of the positions of the batch that carry no loss."),
     ]
 )

@@ -249,7 +249,8 @@ def _targets(tokens: Int[Array, "B S"], layout: Layout) -> Int[Array, " T"]:
 
 def _metrics(ready: Ready, statistics: LayerStatistics) -> dict[str, Array]:
     """Means over layers, but extremes for what is only healthy in every layer."""
-    found = {"attention/gate_mean": ready.layout.mean(statistics.gate_mean).mean()}
+    gates = ready.layout.mean(statistics.gate_mean)
+    found = {"attention/gate_mean": gates.mean(), "attention/gate_min": gates.min()}
     router = statistics.router
     if router is None:
         return found

@@ -151,7 +151,9 @@ def _part(part: PretrainConfig, inputs: Mapping[str, Path], placement: Placement
     )
     program: Program = make_program(model_of(placement, part.model), layout)
     evaluate = evaluator(part, part.model, inputs["store"], layout)
-    return Part(program, batches.batch, evaluate, 3.0 * count(part.model).forward_flops_per_token)
+    return Part(
+        program, batches.batch, evaluate, 3.0 * count(part.model).forward_flops_per_token, sources=batches.sources
+    )
 
 
 def _assignment(out: Path) -> tuple[PretrainConfig, dict[str, Path]]:

@@ -132,6 +132,16 @@ class Batches:
         weights = (position < filled[:, None] - 1).astype(np.float32)
         return Batch(tokens, segments, weights)
 
+    def sources(self, step: int) -> dict[str, tuple[float, float]]:
+        """Cell -> (rows of the step's batch that come from it, rows that the mixture means it to have in a batch)."""
+        places = self.places(step)
+        served = np.bincount(places.cell, minlength=len(self.mixture.cells))
+        meant = np.zeros(len(self.mixture.cells))
+        for phase, count in zip(*np.unique(places.phase, return_counts=True)):
+            rows = np.array(self.mixture.phases[phase].rows, np.float64)
+            meant += count * rows / rows.sum()
+        return {name: (float(got), float(want)) for name, got, want in zip(self.mixture.cells, served, meant)}
+
     def places(self, step: int, rows: slice = slice(None)) -> Places:
         """Cell, epoch and first position of the rows of a step."""
         if step < 0 or (self.num_steps is not None and step >= self.num_steps):

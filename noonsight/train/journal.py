@@ -6,11 +6,12 @@ Rank 0 writes for all; the others look at the same numbers, come to the same dec
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from noonsight.logbook.record import Placement, encode
 from noonsight.logbook.write import append_line
 from noonsight.train.checkpoint import Saver
 from noonsight.train.config import PretrainConfig
-from noonsight.train.health import Health
+from noonsight.train.health import SPIKE_STEPS, WINDOW, Health, measure_batch, spike
 from noonsight.train.placement import require_no_drops
 from noonsight.train.ranks import Ranks
 from noonsight.train.recover.watch import RankBeat, rank_beats
@@ -58,19 +59,27 @@ class Journal:
         """`flops_per_token`: model FLOPs of forward and backward for one token, if known."""
         self._out, self._writer, self._config, self._placement = out, writer, config, placement
         self._part, self._flops_per_token, self.ranks = config, flops_per_token, ranks or Ranks()
-        self.health = Health(config)
+        self.health = Health(config, first_loss=_first_loss(out))
         self._pending: tuple[int, Any, Measured] | None = None
         self._recent: deque[float] = deque(maxlen=20)
-        self._own_s, self._batch = 0.0, None
+        self._own_s, self._batch, self._sources = 0.0, None, None
+        self._losses: deque[float] = deque(maxlen=WINDOW)
         self._clock = time.perf_counter()
         if not self.ranks.alone:
             rank_beats(out, self.ranks.rank).parent.mkdir(exist_ok=True)
 
     def change(
-        self, part: PretrainConfig, flops_per_token: float | None, batch: Callable[[int], Any] | None = None
+        self,
+        part: PretrainConfig,
+        flops_per_token: float | None,
+        *,
+        batch: Callable[[int], Any] | None = None,
+        sources: Callable[[int], Mapping[str, tuple[float, float]]] | None = None,
     ) -> None:
-        """From the next step on the run is as `part` says; with `batch`, the digest of each step's whole batch is kept."""
-        self._part, self._flops_per_token, self._batch = part, flops_per_token, batch
+        """From the next step on the run is as `part` says; with `batch`, the digest of each step's whole batch is kept, with
+        `sources` its sources are watched.
+        """
+        self._part, self._flops_per_token, self._batch, self._sources = part, flops_per_token, batch, sources
         self.health.change(part)
 
     @contextlib.contextmanager
@@ -94,7 +103,7 @@ class Journal:
         self.restart_clock()
         self._recent.append(seconds)
         finite = values.pop("finite") == 1.0
-        values |= self._speed(step, seconds)
+        values |= self._speed(step, seconds) | (measure_batch(data) if self.ranks.alone else {})
         if self._batch is not None:
             values["batch_digest"] = float(batch_digest(self._batch(step)))
         if self.ranks.first:
@@ -102,8 +111,8 @@ class Journal:
         if not finite:
             self._refuse(step, data, values)
         require_no_drops(self._placement, step, values)
-        for rule, sentence in self.health.look(step, values):
-            self.event("sentinel", sentence, cause=rule, step=step)
+        self._require_no_spike(step, values["loss"])
+        self._alarm(step, self.health.look(step, values, self._sources(step) if self._sources else None))
         if not self.ranks.alone:
             beat = RankBeat(step=step, own_s=round(self._own_s, 4), step_s=round(seconds, 4))
             append_line(rank_beats(self._out, self.ranks.rank), encode(beat))
@@ -120,6 +129,7 @@ class Journal:
         values = evaluate(state.params, state.extra, done)
         if self.ranks.first:
             self._writer.metrics(done, values)
+        self._alarm(done, self.health.evaluated(done, values))
         self.beat(done, "run")  # whatever hangs from here on is no evaluation
         return values
 
@@ -158,6 +168,20 @@ class Journal:
             speed["flops_per_s"] = self._flops_per_token * tokens / seconds
         return speed
 
+    def _alarm(self, step: int, begun: list[tuple[str, str]]) -> None:
+        for rule, sentence in begun:
+            self.event("sentinel", sentence, cause=rule, step=step)
+
+    def _require_no_spike(self, step: int, loss: float) -> None:
+        self._losses.append(loss)
+        z = spike(self._losses)
+        if z is None or not self._config.skip_spikes:
+            return
+        bad = [each for each in range(step - SPIKE_STEPS + 1, step + 1) if each >= self._config.first_step]
+        text = f"Step {step} gave loss {loss:.4f}, {z:.0f} robust deviations above the usual. No checkpoint holds its effect."
+        self.event("bad-steps", text, cause="spike", step=step, data={"steps": bad})
+        raise BadStep(text, "spike")
+
     def _refuse(self, step: int, data: Any, values: dict[str, float]) -> None:
         kept, known = "", {"steps": [step]}
         if self.ranks.alone:
@@ -176,6 +200,13 @@ class Journal:
         )
         self.event("bad-steps", text, cause="non-finite", step=step, data=known)
         raise BadStep(text, "non-finite")
+
+
+def _first_loss(out: Path) -> float | None:
+    """The loss of the run's first step, where an earlier attempt made it."""
+    with contextlib.suppress(OSError, ValueError), (out / "metrics.jsonl").open("rb") as file:
+        return json.loads(file.readline()).get("loss")
+    return None
 
 
 def batch_digest(data: Any) -> int:

@@ -62,6 +62,8 @@ class Part(NamedTuple):
     evaluate: Evaluate | None = None
     flops_per_token: float | None = None
     """Model FLOPs of forward and backward for one token, if known."""
+    sources: Callable[[int], Mapping[str, tuple[float, float]]] | None = None
+    """Source -> (rows of a step's batch from it, rows that the mixture means it to have), to be watched."""
 
 
 def pretrain(
@@ -186,7 +188,8 @@ def _train_part(run: _Run, part: PretrainConfig, piece: Part, state: State) -> S
     """Compile the step of one phase and train to its end."""
     first = int(state.step)
     recording = run.placement.record_batches and run.ranks.first
-    run.journal.change(part, piece.flops_per_token, piece.batch if recording else None)
+    kept = piece.batch if recording else None
+    run.journal.change(part, piece.flops_per_token, batch=kept, sources=piece.sources)
     run.journal.beat(first, "compile")
     if part.first_step > run.config.first_step:
         run.journal.event("phase", _phase_sentence(run.config, part), step=first)

@@ -186,6 +186,7 @@ def _measure(optimizer: Optimizer, step: jax.Array, grads: Any, params: Any, upd
     # which made AdamW's whole update 1.6 times as long. (Under the hyperball the ratio is the rate, by construction.)
     gradient, size = (_group_squares(optimizer, jax.lax.optimization_barrier(tree)) for tree in (grads, params))
     measured = {"norm/grad": jnp.sqrt(sum(gradient.values())), "norm/param": jnp.sqrt(sum(size.values()))}
+    measured |= _expert_gradients(grads)
     rates = optimizer.rates(step)
     for group in gradient:
         measured[f"norm/grad/{group}"] = jnp.sqrt(gradient[group])
@@ -196,6 +197,17 @@ def _measure(optimizer: Optimizer, step: jax.Array, grads: Any, params: Any, upd
         measured["norm/update/adam"] = jnp.sqrt(update)
         measured["ratio/update/adam"] = jnp.sqrt(update / jnp.maximum(size["adam"], 1e-30))
     return measured
+
+
+def _expert_gradients(grads: Any) -> Measured:
+    """Gradient norm of the expert with the smallest over the mean of its layer, in the worst layer (arrays [L, E, ., .])."""
+    leaves = [leaf for path, leaf in by_path(grads).items() if "expert_" in path and leaf.ndim == 4]
+    if not leaves:
+        return {}
+    squares = sum(jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=(2, 3)) for leaf in leaves)
+    norms = jnp.sqrt(squares)
+    least = norms.min(axis=1) / jnp.maximum(norms.mean(axis=1), 1e-30)
+    return {"router/grad_min_over_mean": least.min()}
 
 
 def _group_squares(optimizer: Optimizer, tree: Any) -> dict[str, jax.Array]:

@@ -10,10 +10,9 @@ import pytest
 
 from noonsight.logbook import read
 from noonsight.logbook.claim import claim
-from noonsight.logbook.record import Event, Placement
+from noonsight.logbook.record import Placement
 from noonsight.logbook.vocabulary import METRICS
-from noonsight.train import checkpoint, health
-from noonsight.train.health import Health
+from noonsight.train import checkpoint
 from noonsight.train.journal import BadStep
 from noonsight.train.optim import make_optimizer
 from noonsight.train.pretrain import Part, pretrain
@@ -72,7 +71,7 @@ def test_a_run_learns_and_writes_every_step_once(tmp_path):
     groups = {row[0]: row[2] for row in read.tables(tmp_path)["optimizer"]["rows"]}
     assert groups == {"inner": "muonh", "outer": "adamh", "gain": "adam"}
     lights = {row[0]: row[2] for row in read.tables(tmp_path)["health"]["rows"]}
-    assert lights.pop("starved-expert") == "unmeasured" and set(lights.values()) == {"green"}
+    assert lights["starved-expert"] == "unmeasured" and set(lights.values()) == {"green", "unmeasured"}
 
 
 def test_run_again_when_done_changes_nothing(tmp_path):
@@ -212,57 +211,6 @@ def test_drawing_random_numbers_elsewhere_changes_nothing(tmp_path):
         train(tmp_path / "a", num_steps=6)["params_hash"]
         == train(tmp_path / "b", num_steps=6, batch=noisy)["params_hash"]
     )
-
-
-# Sentinels
-
-FINE = {"loss": 1.0, "norm/grad": 1.0, "rate/adam": 0.0, "ratio/update/adam": 1e-3, "router/load_min_over_mean": 0.8}
-
-
-def watch(rows):
-    watcher = Health(pretrain_config(num_steps=1000))
-    return [(step, rule) for step, row in enumerate(rows) for rule, _ in watcher.look(step, row)]
-
-
-def clean(step, **changes):
-    share = float(health.share_of_peak(optimizer_config(), 1000, step))
-    return {**FINE, "rate/adam": np.float32(1e-2 * share), "norm/grad": 1 + 0.5 * np.sin(step), **changes}
-
-
-def test_clean_steps_raise_no_alarm():
-    assert watch([clean(step) for step in range(1000)]) == []
-
-
-@pytest.mark.parametrize(
-    ("rule", "fault", "within"),
-    [
-        ("non-finite", {"loss": float("nan")}, 1),
-        ("starved-expert", {"router/load_min_over_mean": 0.01}, 50),
-        ("gradient-jump", {"norm/grad": 20.0}, 1),
-        ("rate-off-schedule", {"rate/adam": 5e-3}, 1),
-        ("nothing-moves", {"ratio/update/adam": 0.0}, 1),
-        ("nothing-moves", {"norm/grad/adam": 0.0}, 1),
-    ],
-)
-def test_a_planted_fault_is_caught_once(rule, fault, within):
-    found = watch([clean(step, **(fault if step >= 200 else {})) for step in range(260)])
-    assert found[0][1] == rule and 200 <= found[0][0] < 200 + within
-    assert sum(name == rule for _, name in found) == 1
-
-
-def test_the_table_says_green_amber_red_and_unmeasured():
-    watcher = Health(pretrain_config(num_steps=1000))
-    dense = {name: value for name, value in clean(0).items() if not name.startswith("router/")}
-    watcher.look(0, {**dense, "loss": float("nan")})
-    events = [Event(at="", kind="sentinel", text="", cause="gradient-jump", step=9)]
-    states = {row[0]: row[2] for row in watcher.table(events)["rows"]}
-    assert states == {
-        "non-finite": "red",
-        "starved-expert": "unmeasured",
-        "gradient-jump": "amber",
-        "rate-off-schedule": "green",
-        "nothing-moves": "green",
-    }
 
 
 def test_a_run_in_parts_is_the_run_in_one(tmp_path):
