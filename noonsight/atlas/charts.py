@@ -23,6 +23,7 @@ from noonsight.logbook.read import Series
 from noonsight.logbook.vocabulary import METRICS
 
 LOSS = "loss"
+HARMLESS = ("straggler", "checkpoint-rejected", "clock", "slow")  # nothing has to be recovered from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ PANELS = (
     Panel(id="skipped", section="Optimiser", title="Skipped steps", names=("skipped",)),
     Panel(id="load", section="Experts", title="Expert load over its mean", names=("router/load_",)),
     Panel(id="entropy", section="Experts", title="Router entropy", names=("router/entropy", "router/entropy/")),
+    Panel(id="learning", section="Experts", title="Idlest learner", names=("router/grad_min_over_mean",)),
     Panel(id="drop", section="Experts", title="Dropped assignments", names=("router/drop_rate",)),
     Panel(id="bias", section="Experts", title="Router bias", names=("router/bias_",)),
     Panel(id="throughput", section="Speed", title="Throughput", names=("tokens_per_s",)),
@@ -61,9 +63,10 @@ PANELS = (
     Panel(id="memory", section="Speed", title="Memory", names=("memory_bytes",)),
     Panel(id="share", section="Data", title="Mixture served", names=("data/share/",)),
     Panel(id="padding", section="Data", title="Padding", names=("data/padding",)),
+    Panel(id="documents", section="Data", title="Documents in a batch", names=("data/documents", "data/empty_documents")),
 )  # fmt: skip
 OTHER = Panel(id="other", section="Other", title="Other", names=())
-NOT_DRAWN = {"tokens"}  # an axis, not a measurement
+NOT_DRAWN = {"tokens", "batch_digest"}  # an axis and a digest, not measurements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,7 @@ def incidents(folder: Folder) -> list[dict[str, Any]]:
         notable = event.cause or event.steps_lost is not None or event.seconds_lost is not None
         if not notable or event.kind in ("sentinel", "code-accepted"):
             continue
+        harmless = event.kind in HARMLESS or event.data.get("fault") in HARMLESS
         if not opened:
             found.append(
                 {"step": event.step, "at": event.at, "kind": event.kind, "cause": event.cause, "planned": False}
@@ -135,10 +139,10 @@ def incidents(folder: Folder) -> list[dict[str, Any]]:
             found[-1] |= {"steps_lost": None, "seconds_lost": None, "texts": [], "recovered": False}
         incident = found[-1]
         incident["texts"].append(event.text)
-        incident["planned"] |= event.kind == "kill-injected"
+        incident["planned"] |= event.kind in ("kill-injected", "fault-injected")
         incident["steps_lost"] = event.steps_lost if event.steps_lost is not None else incident["steps_lost"]
         incident["seconds_lost"] = event.seconds_lost if event.seconds_lost is not None else incident["seconds_lost"]
-        incident["recovered"] |= event.kind in ("restart", "resume", "recovered")
+        incident["recovered"] |= harmless or event.kind in ("restart", "resume", "recovered")
         opened = not incident["recovered"]
     return found
 

@@ -6,6 +6,7 @@ and `resumed_bit_identical` are those of the predicted run.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 
 from noonsight.logbook import read, record
+from noonsight.logbook.goodput import account
 
 COLUMNS = 100
 ALWAYS = ("optimizer",)  # tables that are shown without --text too
@@ -57,6 +59,7 @@ def stage(out: Path, run: record.Run) -> dict[str, Any]:
         "events": [msgspec.to_builtins(event) for event in read.events(out)],
         "receipts": [msgspec.to_builtins(receipt) for receipt in read.receipts(out)],
         "tables": read.tables(out),
+        "time": _time(out),
     }
 
 
@@ -96,6 +99,7 @@ def stage_lines(report: dict[str, Any], *, whole: bool) -> list[str]:
     found.append(f"{report['status']}, {report['seconds']:.1f} s, started {report['started_at']}")
     if report["error"]:
         found.append(f"error: {report['error']}")
+    found += _time_lines(report["time"])
     found += [f"  input {name}: {source['stage']}" for name, source in report["inputs"].items()]
     for part in ("config", "facts", "metrics", *(("code", "files") if whole else ())):
         found += [f"  {part} {name}: {value}" for name, value in report[part].items()]
@@ -106,6 +110,27 @@ def stage_lines(report: dict[str, Any], *, whole: bool) -> list[str]:
         if whole or name in ALWAYS:
             found += ["", table["title"], table.get("text") or "", *_aligned([table["columns"], *table["rows"]])]
     return [clip(line) for line in found]
+
+
+def _time(out: Path) -> dict[str, Any] | None:
+    found = account(out) if (out / "metrics.jsonl").exists() else None
+    if found is None:
+        return None
+    lost = {cause: dataclasses.asdict(each) for cause, each in found.lost.items()}
+    return {"wall_s": found.wall_s, "goodput": round(found.share, 4), "parts": found.parts, "lost": lost}
+
+
+def _time_lines(time: dict[str, Any] | None) -> list[str]:
+    """Where the time of a run went and what was lost to what, in a line or two."""
+    if time is None:
+        return []
+    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in time["parts"].items() if seconds >= 0.05)
+    found = [f"  goodput {time['goodput']:.1%} of {time['wall_s']:.1f} s: {parts}"]
+    for cause, lost in time["lost"].items():
+        found.append(
+            f"  lost to {cause}: {lost['times']} times, {lost['steps']} steps done again, {lost['seconds']:.1f} s"
+        )
+    return found
 
 
 def _aligned(rows: Sequence[Sequence[Any]]) -> list[str]:

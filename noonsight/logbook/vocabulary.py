@@ -53,7 +53,7 @@ def _metric(name: str, unit: str, direction: Direction, sentence: str) -> Metric
 METRICS: Mapping[str, Metric] = Vocabulary(
     [
         # Learning
-        _metric("batch_digest", "", "steady", "48 bits over the batch: equal digests are equal samples."),
+        _metric("batch_digest", "1", "steady", "48 bits over the batch: equal digests are equal samples."),
         _metric("loss", "nats/token", "lower", "What the optimiser minimises: cross-entropy plus the z-loss term."),
         _metric(
             "cross_entropy", "nats/token", "lower", "Mean surprise at the next token of the batch, before the step."

@@ -126,7 +126,7 @@ def _work(out: Path, job: Job, mine: Claim) -> int:
         machine=_machine(),
     )
     writer.record(run)
-    writer.event("start", f"{run.name}@{run.version} starts")
+    writer.event("start", f"{run.name}@{run.version} starts", data={"monotonic": round(time.monotonic(), 3)})
     start = time.monotonic()
     try:
         make_importable(Path(job.experiment_file).parent)

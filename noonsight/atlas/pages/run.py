@@ -13,7 +13,9 @@ from noonsight.atlas.page import render_page
 from noonsight.atlas.pages import stage as stage_page
 from noonsight.atlas.sight import sight
 from noonsight.atlas.voyage import Folder, Table, Voyage, open_voyage
+from noonsight.logbook.goodput import account
 from noonsight.logbook.record import Prediction
+from noonsight.logbook.write import LogbookError
 
 ROUTINE = ("params-hash", "checkpoint")  # written by the clock; told in one line, listed on demand
 HEALTH = {"name", "rule", "state", "value"}
@@ -37,6 +39,7 @@ def collect(root: Path, *, experiment: str, stage: str, voyage: Voyage | None = 
         "prediction": msgspec.to_builtins(prediction) if prediction else None,
         "verdict": msgspec.to_builtins(verdict) if verdict else None,
         "incidents": charts.incidents(folder),
+        "time": _time(folder),
         "routine": [event for event in data["events"] if event["kind"] in ROUTINE],
         "events": [event for event in data["events"] if event["kind"] not in ROUTINE],
         "health": _health(folder),
@@ -107,6 +110,26 @@ def _figures(folder: Folder) -> list[tuple[str, str]]:
         ("time", story.duration(folder.run.seconds if folder.run else None)),
     ]
     return [(name, text) for name, text in wanted if text]
+
+
+def _time(folder: Folder) -> dict[str, Any] | None:
+    """Where the wall clock went, by part and by cause of loss; widths in percent."""
+    try:
+        found = account(folder.path)
+    except LogbookError:  # told among the problems of the page
+        return None
+    if found is None or found.wall_s <= 0:
+        return None
+    parts = [
+        {"name": name, "seconds": seconds, "width": round(100 * seconds / found.wall_s, 2)}
+        for name, seconds in found.parts.items()
+        if seconds > 0
+    ]
+    lost = [
+        {"cause": cause, "times": each.times, "steps": each.steps, "seconds": each.seconds}
+        for cause, each in sorted(found.lost.items(), key=lambda pair: -pair[1].seconds)
+    ]
+    return {"wall_s": found.wall_s, "share": round(100 * found.share, 1), "parts": parts, "lost": lost}
 
 
 def _health(folder: Folder) -> dict[str, Any]:

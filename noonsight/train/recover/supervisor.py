@@ -157,7 +157,13 @@ def _act(endings: list[Ending], out: Path, writer: Writer, placement: Placement)
         text=f"{symptom.text} (phase {ending.phase}, {ending.step} steps done).",
         cause=_cause(ending),
         step=ending.step,
-        data={"exit_code": ending.exit_code, "phase": ending.phase, "log": ending.words},
+        data={
+            "exit_code": ending.exit_code,
+            "phase": ending.phase,
+            "log": ending.words,
+            "attempt": ending.fence,
+            "injected": ending.injected,
+        },
     )
     if symptom.action == "pause":
         waited_s, reason = wait_for_storage(out, placement)
