@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,10 +150,17 @@ def _part(part: PretrainConfig, inputs: Mapping[str, Path], placement: Placement
         batch_size=part.batch_size,
         num_steps=part.schedule_steps,
     )
-    program: Program = make_program(model_of(placement, part.model), layout)
+    model = model_of(placement, part.model)
+    program: Program = make_program(model, layout)
+    reference = make_program(replace(model, remat="block"), layout) if model.remat == "offload" else None
     evaluate = evaluator(part, part.model, inputs["store"], layout)
     return Part(
-        program, batches.batch, evaluate, 3.0 * count(part.model).forward_flops_per_token, sources=batches.sources
+        program,
+        batches.batch,
+        evaluate,
+        flops_per_token=3.0 * count(part.model).forward_flops_per_token,
+        reference=reference,
+        sources=batches.sources,
     )
 
 

@@ -24,8 +24,8 @@ from noonsight.logbook.claim import Claim
 from noonsight.logbook.record import Artifact, Placement, encode
 from noonsight.logbook.write import Writer, write_atomic
 from noonsight.model import native
-from noonsight.model.layout import ALONE, BATCH, Layout
-from noonsight.train import checkpoint
+from noonsight.model.layout import ALONE, BATCH, ROWS, Layout
+from noonsight.train import checkpoint, first_step
 from noonsight.train.config import PretrainConfig
 from noonsight.train.groups import HERO_TABLE, Rule, describe
 from noonsight.train.journal import Evaluate, Journal
@@ -62,6 +62,8 @@ class Part(NamedTuple):
     evaluate: Evaluate | None = None
     flops_per_token: float | None = None
     """Model FLOPs of forward and backward for one token, if known."""
+    reference: Program | None = None
+    """The same program without offload, where `program` offloads: the first step is held against it (F7)."""
     sources: Callable[[int], Mapping[str, tuple[float, float]]] | None = None
     """Source -> (rows of a step's batch from it, rows that the mixture means it to have), to be watched."""
 
@@ -199,6 +201,8 @@ def _train_part(run: _Run, part: PretrainConfig, piece: Part, state: State) -> S
     batch = place_batch(piece.batch, part.batch_size, rows, run.ranks)
     with run.requests.may_interrupt():
         train_step = _compile(make_train_step(piece.program, optimizer, shardings), state, batch, run, part)
+        if piece.reference is not None:
+            _hold_first_step(run, part, piece, state)
     run.journal.restart_clock()
     around = Surroundings(
         saver=run.saver,
@@ -217,6 +221,22 @@ def _train_part(run: _Run, part: PretrainConfig, piece: Part, state: State) -> S
         around=around,
         last_step=part.num_steps,
     )
+
+
+def _hold_first_step(run: _Run, part: PretrainConfig, piece: Part, state: State) -> None:
+    """Raises FirstStepWrong unless the program computes what its reference does, on as few rows as the mesh takes."""
+    num_rows = run.layout.size(*ROWS)
+    rows = None if run.layout.mesh is None else NamedSharding(run.layout.mesh, BATCH)
+
+    def few(step: int, within: slice = slice(None)) -> Any:
+        return piece.batch(step, slice(*within.indices(num_rows)))
+
+    batch = place_batch(few, num_rows, rows, run.ranks)(int(state.step))
+    told = first_step.check(
+        piece.program, piece.reference, state.params, state.extra, batch, products=part.model.matmul_dtype
+    )
+    text = f"The first gradient is that of the program without offload, to {told['off']:.1g} (bound {told['bound']:g})."
+    run.journal.event("first-step", text, step=int(state.step), data=told)
 
 
 def _phase_sentence(config: PretrainConfig, part: PretrainConfig) -> str:
@@ -351,7 +371,8 @@ def _compile(
     """A phase's one executable, and an event that says whether it had to be made and what multiplies its matrices."""
     start = time.perf_counter()
     with counted_compilations() as seen:
-        compiled = compile_step(step, state, batch(int(state.step)))
+        options = first_step.compiler_options(jax.default_backend(), part.model.remat)
+        compiled = compile_step(step, state, batch(int(state.step)), options)
     seconds, found = round(time.perf_counter() - start, 3), seen["found"] > 0
     rounds = "bfloat16" in (part.model.matmul_dtype, part.optimizer.newton_schulz)
     kernels = native.description() if rounds else "xla"

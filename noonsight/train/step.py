@@ -11,7 +11,7 @@ the gradients are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -101,9 +101,12 @@ def make_train_step(
 
 
 def compile_step(
-    train_step: Callable[[State, Any], tuple[State, Measured]], state: State, batch: Any
+    train_step: Callable[[State, Any], tuple[State, Measured]],
+    state: State,
+    batch: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[[State, Any], tuple[State, Measured]]:
-    """The one executable of a run. It accepts these shapes, dtypes and layouts only, so a second compilation cannot
+    """The one executable of a run, made with these compiler `options`. It accepts these shapes, dtypes and layouts only, so a second compilation cannot
     happen.
 
     Raises TypeError when the state would come out of a step different from how it went in, by shape, dtype or kind of
@@ -112,7 +115,7 @@ def compile_step(
     before = {path: (x.shape, x.dtype) for path, x in by_path(state).items()}
     after = {path: (x.shape, x.dtype) for path, x in by_path(jax.eval_shape(train_step, state, batch)[0]).items()}
     _same(before, after, "every leaf with its shape and dtype")
-    compiled = train_step.lower(state, batch).compile()
+    compiled = train_step.lower(state, batch).compile(dict(options or {}))
     kinds = {path: x.sharding.memory_kind for path, x in by_path(state).items()}
     kept = {path: sharding.memory_kind for path, sharding in by_path(compiled.output_shardings[0]).items()}
     _same(kinds, kept, "every leaf in its kind of memory")  # a donated buffer in the wrong memory ends the process

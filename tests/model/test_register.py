@@ -11,7 +11,8 @@ F15  rotation by halves instead of adjacent channels            test_f15_...
 F16  as many experts chosen as there are                        test_f16_...
 F17  evaluation forgets the cast or the pending quantiles       test_f17_...
 F13 F24                 truncation bias, hoisted receive buffers: with the expert transports (issue 4)
-F6 F7 F8 F9 F18 F19 F20 F21 F25 F26   operation of a run: with the fleet, the rehearsal and recovery (issues 4 and 5)
+F6 F8 F9 F18 F19 F20 F21 F25 F26   operation of a run: tests/train (recovery, checkpoints), the rehearsal, the fleet
+F7   offload that corrupts the residual: tests/train/test_first_step.py
 """
 
 from __future__ import annotations

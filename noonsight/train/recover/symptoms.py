@@ -44,6 +44,7 @@ SYMPTOMS: dict[str, Symptom] = {
     "spike": Symptom(action="skip", text="The loss jumped far out of its usual range", exit_code=68),
     "storage": Symptom(action="pause", text="The storage takes no writes; the last checkpoint is kept", exit_code=74),
     "dropped": Symptom(action="stop", text="The placement's exchange dropped what the config's does not", exit_code=67),
+    "first-step": Symptom(action="stop", text="The first step is not what the reference computes", exit_code=70),
     "no-checkpoint": Symptom(action="stop", text="Checkpoints exist but none can be trusted", exit_code=66),
     "fenced": Symptom(action="stop", text="Another process owns the folder", exit_code=77),
 }

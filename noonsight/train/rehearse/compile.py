@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from noonsight.train.first_step import compiler_options
 from noonsight.train.recover import die_with_parent
 from noonsight.train.rehearse.hlo import Collective, Held, collectives, largest, looped
 from noonsight.train.rehearse.job import Job
@@ -153,7 +154,7 @@ def compile_here(job: Job) -> Found:
     start = time.perf_counter()
     lowered = step.lower(state, batch)
     lowered_at = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options(job.machine.chip.platform, job.training.model.remat))
     compiled_at = time.perf_counter()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
