@@ -26,6 +26,7 @@ from noonsight.logbook.write import Writer, write_atomic
 from noonsight.model import native
 from noonsight.model.layout import ALONE, BATCH, ROWS, Layout
 from noonsight.train import checkpoint, first_step
+from noonsight.train.checkpoint import starting
 from noonsight.train.config import PretrainConfig
 from noonsight.train.groups import HERO_TABLE, Rule, describe
 from noonsight.train.journal import Evaluate, Journal
@@ -90,7 +91,7 @@ def pretrain(
     """
     run = _begin(config, out, claim, placement, ranks or Ranks(), layout, table)
     pieces = [(part, part_of(part)) for part in config.parts()]
-    state = _first_state(run, *pieces[0], parent)
+    state = _first_state(run, pieces, parent)
     evaluated = carry_evaluations(out, run.writer, int(state.step)) if run.ranks.first else {}
     with run.saver as saver:
         started = int(state.step)
@@ -167,23 +168,26 @@ def _begin(
     )
 
 
-def _first_state(run: _Run, part: PretrainConfig, piece: Part, parent: Path | None) -> State:
-    """The state that this attempt starts from, with all steps to be passed over written into it."""
+def _first_state(run: _Run, pieces: list[tuple[PretrainConfig, Part]], parent: Path | None) -> State:
+    """The state that this attempt starts from, with all steps to be passed over written into it. Its optimiser is that of
+    the phase which made it.
+    """
+    passed_over, root = skips.skips(run.out), checkpoint.root_of(run.out, run.placement)
+    chosen = starting.choose(root, passed_over, run.journal.event) if run.ranks.first else None
+    step = run.ranks.share("checkpoint", "" if chosen is None else str(chosen))
+    made_by = [pair for pair in pieces if step and pair[0].first_step < int(step)]
+    part, piece = made_by[-1] if made_by else pieces[0]
     shapes = jax.eval_shape(piece.program.init, run.key)[0]
     write_table(run, "optimizer", describe(run.config.optimizer, shapes, run.table))
     optimizer = _optimizer(run, part, piece)
-    shardings = _lay_out(run, piece, optimizer)
-    fork = None if parent is None else checkpoint.folder(checkpoint.root_of(parent), run.config.first_step)
-    state = initial_or_restored(
+    state = starting.initial_or_restored(
         lambda: init_state(piece.program, optimizer, run.key),
-        checkpoint.root_of(run.out, run.placement),
+        None if not step else checkpoint.folder(root, int(step)),
+        None if parent is None else checkpoint.folder(checkpoint.root_of(parent), run.config.first_step),
         run.journal.event,
-        shardings,
-        fork,
-        skips.skips(run.out),
-        run.ranks,
+        _lay_out(run, piece, optimizer),
     )
-    return pass_over(state, {*run.config.skip_steps, *skips.skips(run.out)})
+    return pass_over(state, {*run.config.skip_steps, *passed_over})
 
 
 def _train_part(run: _Run, part: PretrainConfig, piece: Part, state: State) -> State:
@@ -197,6 +201,7 @@ def _train_part(run: _Run, part: PretrainConfig, piece: Part, state: State) -> S
         run.journal.event("phase", _phase_sentence(run.config, part), step=first)
     optimizer = _optimizer(run, part, piece)
     shardings = _lay_out(run, piece, optimizer)
+    state = starting.carried(state, jax.eval_shape(lambda: init_state(piece.program, optimizer, run.key)))
     rows = None if run.layout.mesh is None else NamedSharding(run.layout.mesh, BATCH)
     batch = place_batch(piece.batch, part.batch_size, rows, run.ranks)
     with run.requests.may_interrupt():
@@ -264,59 +269,6 @@ def _lay_out(run: _Run, piece: Part, optimizer: Optimizer) -> State | None:
     if run.layout.mesh is None and not run.placement.moments_on_host:
         return None
     return state_shardings(piece.program, optimizer, run.layout, host=run.placement.moments_on_host)
-
-
-def initial_or_restored(
-    init: Callable[[], State],
-    root: Any,
-    event: Callable[..., None],
-    shardings: State | None = None,
-    fork: Any = None,
-    passed_over: Mapping[int, int] = {},
-    ranks: Ranks | None = None,
-) -> State:
-    """The newest state below `root` that verifies, or a fresh one where none was ever completed, laid out in `shardings`.
-
-    With `fork`, a checkpoint of another run, there is no fresh state. A state that another mesh kept is the same state.
-    One that holds the effect of a step which is passed over since then is given up. Raises NoValidCheckpoint, and
-    ValueError when the fork does not verify.
-    """
-    ranks = ranks or Ranks()
-    chosen = ranks.share("checkpoint", _choose(root, event, passed_over) if ranks.first else "")
-    if not chosen and fork is None:
-        return jax.jit(init, out_shardings=shardings)()
-    target = jax.eval_shape(init)
-    if shardings is not None:
-        target = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), target, shardings
-        )
-    if not chosen:
-        if reason := checkpoint.verify(fork):
-            raise ValueError(f"{fork}, from which this run shall go on, cannot be trusted: {reason}")
-        state = checkpoint.restore(fork, target)
-        event("forked", f"Went on from {fork.name} of {fork.parent.parent.name}.", step=int(state.step))
-        return state
-    path = checkpoint.folder(root, int(chosen))
-    state = checkpoint.restore(path, target)
-    event("restored", f"Went on from {path.name}.", step=int(chosen))
-    return state
-
-
-def _choose(root: Any, event: Callable[..., None], passed_over: Mapping[int, int]) -> str:
-    """The step of the checkpoint to go on from, "" where there is none."""
-    for path in checkpoint.folders(root):
-        with contextlib.suppress(OSError, ValueError):  # a damaged one is told of below
-            manifest = checkpoint.read_manifest(path)
-            if why := skips.why_given_up(manifest, passed_over):
-                checkpoint.remove(path)
-                event("checkpoint-given-up", f"{path.name} is removed: {why}.", step=manifest.step)
-    found = checkpoint.newest(root)
-    if found is None:
-        return ""
-    for reason in found.rejected:
-        text = f"{reason}; the one before it is used."
-        event("checkpoint-rejected", text, cause="corrupt checkpoint", step=found.manifest.step)
-    return str(found.manifest.step)
 
 
 def carry_evaluations(out: Path, writer: Writer, step: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,22 +78,36 @@ def verify(path: Any) -> str | None:
 def restore(path: Any, target: Any) -> Any:
     """The state kept in the folder `path`, as arrays laid out like `target` (arrays or ShapeDtypeStructs, with their
     shardings): each device reads the slices it needs. A float32 array may be restored as bfloat16, never the reverse.
+    Counts of updates may stand elsewhere (`with_counts`).
 
     It does not verify (`newest` and `verify` do). Raises ValueError naming the leaves that are missing, unexpected, or of
     another shape or dtype.
     """
-    manifest = read_manifest(path)
     wanted = by_path(target)
-    faults = [f"{name} is missing from the checkpoint" for name in wanted if name not in manifest.arrays]
-    faults += [f"{name} is in the checkpoint but not in this run" for name in manifest.arrays if name not in wanted]
-    for name in wanted.keys() & manifest.arrays.keys():
-        faults += _difference(name, manifest.arrays[name], wanted[name])
+    held = with_counts(read_manifest(path).arrays, wanted)
+    faults = [f"{name} is missing from the checkpoint" for name in wanted if name not in held]
+    faults += [f"{name} is in the checkpoint but not in this run" for name in held if name not in wanted]
+    for name in wanted.keys() & held.keys():
+        faults += _difference(name, held[name], wanted[name])
     if faults:
         raise ValueError(
             f"cannot restore {path}: {'; '.join(sorted(faults)[:4])} ({len(faults)} in all). "
             "It belongs to another model or optimiser: give this run another name or version."
         )
-    return like(target, {name: _place(path, manifest.arrays[name], leaf) for name, leaf in wanted.items()})
+    return like(target, {name: _place(path, held[name], leaf) for name, leaf in wanted.items()})
+
+
+def with_counts(held: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    """What is `held` by path, as an optimiser wants it that counts its updates in other places: weight decay, begun at a
+    fork or a phase, counts from where Adam of its group has come, and one that has ended leaves no count behind.
+    """
+    found = {path: leaf for path, leaf in held.items() if path in wanted or not path.endswith(".count")}
+    for path in wanted:
+        if path not in held and path.endswith(".count"):
+            group = path.partition(".inner_state.")[0] + ".inner_state."
+            beside = [name for name in held if name.startswith(group) and name.endswith(".count")]
+            found |= {path: held[beside[0]]} if beside else {}
+    return found
 
 
 def arrays(path: Any) -> dict[str, np.ndarray]:
