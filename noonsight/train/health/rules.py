@@ -25,7 +25,7 @@ LARGEST_BIAS = 20.0  # router scores are of order 1: the tokens do not choose an
 LARGEST_UPDATE = 0.5  # of the size of the group, in one step
 SHUT = 0.1  # of an open gate's 1
 MOST_DROPS = 0.05
-EVAL_RISE = 0.03
+EVAL_RISE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ def _nothing_moves(look: Look) -> str | None:
 def _document_ends(look: Look) -> str | None:
     """The ends of the window against the usual, where enough are to be expected to tell."""
     ends = look.last("data/documents", MEMORY)
-    now, before = ends[-WINDOW // 2 :], ends[: -WINDOW // 2]
+    now, before = ends[-WINDOW:], ends[:-WINDOW]
     if len(before) < WINDOW or (usual := statistics.mean(before) * len(now)) < 20:
         return None
     if usual / 5 <= sum(now) <= usual * 5:
@@ -315,7 +315,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="document-ends",
-        text=f"As many documents end in {WINDOW // 2} steps as usual, within a factor of 5.",
+        text=f"As many documents end in {WINDOW} steps as usual, within a factor of 5 (told where that is 20 or more).",
         needs="data/documents",
         find=_document_ends,
     ),
