@@ -122,7 +122,13 @@ def _plant(name: str, config: PretrainConfig, inputs: Mapping[str, Path], root: 
         since = curve.steps[int(np.argmin(curve.values))]
     told = [event.step for event in read.events(out) if _is_told(event, name)]
     first = min((step for step in told if step >= since), default=None)
-    return {"sentinel": name, "step": since, "told_at": first, "steps": None if first is None else first - since + 1}
+    after = 0 if name == "eval-gap" else 1  # an evaluation is numbered by completed steps
+    return {
+        "sentinel": name,
+        "step": since,
+        "told_at": first,
+        "steps": None if first is None else first - since + after,
+    }
 
 
 def _is_told(event: Any, name: str) -> bool:
@@ -134,7 +140,9 @@ def _faulty(fault: Any, config: PretrainConfig, batches: Batches, store: Path) -
     run = Run(config=config, program=make_program(config.model), batch=batches.batch, sources=batches.sources)
     if fault is _overfitting:
         measured = make_measure(config.model, store)
-        run = replace(run, evaluate=lambda params, extra, step: {"eval/bits_per_byte": measured(params, extra, every=9).micro})
+        run = replace(
+            run, evaluate=lambda params, extra, step: {"eval/bits_per_byte": measured(params, extra, every=9).micro}
+        )
     made = fault(run)
     with made[1] if isinstance(made, tuple) else mock.patch.object(recover, "__doc__", recover.__doc__):
         yield made[0] if isinstance(made, tuple) else made
@@ -260,7 +268,7 @@ def _crowded(run: Run) -> Run:
 
 
 def _overfitting(run: Run) -> Run:
-    told = replace(run.config.optimizer, adam_lr=4 * run.config.optimizer.adam_lr)
+    told = replace(run.config.optimizer, adam_lr=8 * run.config.optimizer.adam_lr)
     faulty = _config(optimizer=told, evaluate_every=10)(run)
     return replace(faulty, batch=lambda step: run.batch(0), evaluate=run.evaluate)
 

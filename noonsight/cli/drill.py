@@ -5,6 +5,11 @@ from __future__ import annotations
 import io
 import json as json_format
 from pathlib import Path
+from typing import Annotated
+
+import cyclopts
+
+from noonsight.logbook.record import FaultKind
 
 VOYAGES = Path("voyages")
 
@@ -15,6 +20,7 @@ def drill(
     kills: int = 20,
     seed: int = 0,
     stage: str | None = None,
+    only: Annotated[list[FaultKind], cyclopts.Parameter(consume_multiple=True)] = [],  # noqa: B006 (read only)
     root: Path = VOYAGES,
     json: bool = False,
 ) -> int:
@@ -33,6 +39,8 @@ def drill(
         Of the choice of faults and steps.
     stage
         The training stage; without it, the one with most FLOPs.
+    only
+        Kinds of faults, such as kill and freeze; without it, all that the run can meet.
     root
         Where results live.
     json
@@ -45,7 +53,7 @@ def drill(
     from noonsight.recipe.rehearsing import training_stage
 
     source = load_experiment(file)
-    made = drilling.experiment(source, training_stage(source, stage), kills, seed)
+    made = drilling.experiment(source, training_stage(source, stage), kills, seed, tuple(only))
     screen = Screen(io.StringIO()) if json else Screen()
     code = drilling.run_drill(file, root, made, screen=screen)
     out = root / made.name / made.ordered()[-1].address

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import msgspec
 
+from noonsight.logbook.record import FaultKind
 from noonsight.plan.screen import Screen
 from noonsight.plan.stage import Experiment, Stage
 from noonsight.train.recover import drill
 
-KILLED = -9  # exit code of a stage whose supervisor a fault has killed
 
-
-def stages(run: Stage, num_faults: int, seed: int) -> tuple[Stage, Stage, Stage]:
-    """(undisturbed, disturbed, judgement) of the training stage `run` with `num_faults` faults drawn from `seed`.
+def stages(run: Stage, num_faults: int, seed: int, only: tuple[FaultKind, ...] = ()) -> tuple[Stage, Stage, Stage]:
+    """(undisturbed, disturbed, judgement) of the training stage `run` with `num_faults` faults drawn from `seed`, of the
+    kinds `only` where some are given.
 
     Raises ValueError when the run has too few steps or checkpoints.
     """
@@ -29,6 +29,7 @@ def stages(run: Stage, num_faults: int, seed: int) -> tuple[Stage, Stage, Stage]
         num_steps=config.num_steps,
         checkpoint_every=config.checkpoint_every,
         num_processes=run.placement.num_processes,
+        kinds=only or drill.KINDS,
     )
     bad = tuple(fault.at_step for fault in faults if fault.kind == "nan")
     inputs = {name: given for name, given in run.inputs.items() if name != run.prediction}
@@ -62,13 +63,15 @@ def stages(run: Stage, num_faults: int, seed: int) -> tuple[Stage, Stage, Stage]
     return calm, storm, verdict
 
 
-def experiment(source: Experiment, run: Stage, num_faults: int, seed: int) -> Experiment:
+def experiment(
+    source: Experiment, run: Stage, num_faults: int, seed: int, only: tuple[FaultKind, ...] = ()
+) -> Experiment:
     """The drill of one training stage of `source`, with what that stage needs, as an experiment of its own."""
     return Experiment(
-        name=f"{source.name}-drill-{num_faults}-{seed}",
+        name="-".join((source.name, run.name, "drill", str(num_faults), str(seed), *only)),
         question=f"Does {run.name} come through {num_faults} faults as if nothing had happened?",
         expected="Nothing lost, nothing repeated, the same weights bit for bit.",
-        stages=stages(run, num_faults, seed),
+        stages=stages(run, num_faults, seed, only),
     )
 
 

@@ -112,7 +112,7 @@ def read_range(file: Any, start: int, size: int) -> Any:
         import numpy as np
 
         return np.memmap(file, np.uint8, "r", start, (size,)) if size else b""
-    return file.fs.cat_file(file.path, start, start + size)
+    return file.fs.cat_file(file.path, start=start, end=start + size)
 
 
 def size_of(file: Any) -> int | None:
