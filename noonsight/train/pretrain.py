@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from noonsight.model.program import Program
+
+GIVE_WAY_S = 5e-4
+"""How long the loop waits at most for another thread of Python, such as one that saves (5 ms by default: a tenth of a
+small model's step)."""
 
 __all__ = ["Part", "PretrainConfig", "pretrain"]
 
@@ -138,6 +143,7 @@ def _begin(
     layout: Layout,
     table: Mapping[str, Rule],
 ) -> _Run:
+    sys.setswitchinterval(GIVE_WAY_S)
     requests = Requests(alone=ranks.alone)
     requests.listen()
     writer = Writer(out, claim, attempt=claim.fence)

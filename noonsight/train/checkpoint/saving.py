@@ -12,7 +12,8 @@ import ctypes
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,10 @@ from noonsight.train.groups import by_path
 if TYPE_CHECKING:
     from noonsight.logbook.claim import Claim
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 1 << 20
+REST = 10.0
+"""While the loop goes on, the writer rests for so many times as it worked: on a machine whose cores all train, each
+second of its work is one that a step waits for. Whoever waits for it hurries it."""
 RANKS_S = 1800.0  # how long rank 0 waits for the parts of the others
 BACKGROUND_NICE = 19
 _C_LIBRARY, _WRITE_NOW = ctypes.CDLL(None), 2  # SYNC_FILE_RANGE_WRITE
@@ -102,12 +106,16 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._proven = False
+        self._temporaries: set[int] | None = None  # steps; None: nobody has looked yet
+        self._hurry = threading.Event()
+        self._slices: list[Slice] = []  # of the save before: their memory is used again
 
     def save(self, state: Any, *, step: int, kind: Kind, tokens: int) -> None:
         """Start keeping `state`. Raises the error of the save before."""
         self.join()
-        slices = to_host(state)
-        work = {"step": step, "kind": kind, "tokens": tokens}
+        slices = self._slices = to_host(state, self._slices)
+        work = {"step": step, "kind": kind, "tokens": tokens, "rest": self._rest}
+        self._hurry.clear()
         self._thread = threading.Thread(target=self._write, args=(slices, work), name=f"save-{step}")
         self._thread.start()
 
@@ -120,6 +128,7 @@ class Saver:
     def join(self) -> None:
         """Wait for the save in flight, then raise its error if it had one."""
         if self._thread is not None:
+            self._hurry.set()
             self._thread.join()
             self._thread = None
         self.poll()
@@ -132,7 +141,11 @@ class Saver:
         if kind is None:
             self.join()
         elif self._thread is not None:
+            self._hurry.set()
             self._thread.join()
+
+    def _rest(self, worked_s: float) -> None:
+        self._hurry.wait(REST * worked_s)
 
     def _write(self, slices: list[Slice], work: dict[str, Any]) -> None:
         _make_way()
@@ -145,17 +158,22 @@ class Saver:
                 if reason := reading.verify(path):
                     raise RuntimeError(f"the first checkpoint does not read back as it was written: {reason} in {path}")
                 self._proven = True
-            _prune(self._root, newest_kept=work["step"])
+            if self._temporaries is None:
+                self._temporaries = _temporaries(self._root)
+            self._temporaries -= _prune(self._root, self._temporaries, newest_kept=work["step"])
+            if work["kind"] == "temporary":
+                self._temporaries.add(work["step"])
             self._on_saved(path, work["kind"])
         except BaseException as error:  # handed to the caller's thread by `poll`
             self._error = error
 
 
-def to_host(state: Any) -> list[Slice]:
+def to_host(state: Any, before: Sequence[Slice] = ()) -> list[Slice]:
     """Own copies of the slices that this rank writes of every leaf: of all replicas of a slice, the first. A view would
-    change under the writer when the next step reuses the donated buffers.
+    change under the writer when the next step reuses the donated buffers. They take the place of those of `before`, an
+    earlier copy that nobody reads any more: fresh memory costs as much time as the copy.
     """
-    slices = []
+    slices, used = [], {(each.path, each.start, each.data.shape, each.data.dtype): each.data for each in before}
     for path, leaf in by_path(state).items():
         if not isinstance(leaf, jax.Array):
             leaf = np.asarray(leaf)
@@ -164,7 +182,10 @@ def to_host(state: Any) -> list[Slice]:
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
                 start = tuple(index.indices(size)[0] for index, size in zip(shard.index, leaf.shape))
-                data = np.array(shard.data, copy=True)
+                fresh = np.asarray(shard.data)
+                data = used.get((path, start, fresh.shape, fresh.dtype))
+                data = np.empty_like(fresh, order="C") if data is None else data
+                np.copyto(data, fresh)
                 slices.append(Slice(path=path, start=start, of=leaf.shape, data=data))
     return slices
 
@@ -180,6 +201,7 @@ def write(
     attempt: int,
     rank: int = 0,
     num_ranks: int = 1,
+    rest: Callable[[float], object] = lambda worked_s: None,
 ) -> Any:
     """Write one checkpoint, or one rank's part of it, blocking; returns its folder in rank 0, None in the others. A valid
     one of the same step is kept, at the stronger kind.
@@ -200,7 +222,7 @@ def write(
         require_space(root, sum(each.data.nbytes for each in slices) + CHUNK_BYTES)
         work.mkdir(parents=True, exist_ok=True)
         name = f"part_{rank:05d}_of_{num_ranks:05d}_f{claim.fence}"
-        described = _write_part(work / f"{name}.safetensors", slices, step)
+        described = _write_part(work / f"{name}.safetensors", slices, step, rest)
         if rank > 0:
             _publish(work / f"{name}.json", described)
             return None
@@ -220,7 +242,7 @@ def write(
         return _complete(work, final, manifest)
 
 
-def _write_part(file: Any, slices: list[Slice], step: int) -> dict[str, Any]:
+def _write_part(file: Any, slices: list[Slice], step: int, rest: Callable[[float], object]) -> dict[str, Any]:
     """One rank's arrays as a safetensors file: 8 bytes of header size, the header as JSON, then the raw arrays."""
     header, offset = {}, 0
     for number, each in enumerate(slices):
@@ -238,14 +260,16 @@ def _write_part(file: Any, slices: list[Slice], step: int) -> dict[str, Any]:
         stream.flush()
         for each in slices:
             flat = np.ascontiguousarray(each.data).reshape(-1)
-            _require_finite(flat, each.path, step)
             digest, raw = xxhash.xxh3_128(), flat.view(np.uint8)
             for at in range(0, raw.size, CHUNK_BYTES):
+                began = time.perf_counter()
                 chunk = memoryview(raw[at : at + CHUNK_BYTES])
+                _require_finite(chunk, flat.dtype, each.path, step)
                 digest.update(chunk)
                 stream.write(chunk)
                 if is_local(file):
                     _start_writing(stream, begin + at, len(chunk))
+                rest(time.perf_counter() - began)
             found.append(
                 {
                     "path": each.path,
@@ -274,10 +298,11 @@ def _start_writing(stream: Any, start: int, size: int) -> None:
         begin(stream.fileno(), ctypes.c_int64(start), ctypes.c_int64(size), _WRITE_NOW)
 
 
-def _require_finite(flat: np.ndarray, path: str, step: int) -> None:
+def _require_finite(chunk: memoryview, dtype: np.dtype, path: str, step: int) -> None:
     """A sum is finite unless a part of it is not, or it overflows: then every number is looked at."""
-    if not jax.numpy.issubdtype(flat.dtype, np.inexact):
+    if not jax.numpy.issubdtype(dtype, np.inexact):
         return
+    flat = np.frombuffer(chunk, dtype)
     with np.errstate(all="ignore"):
         if np.isfinite(flat.sum(dtype=np.float32)) or np.isfinite(flat.astype(np.float32)).all():
             return
@@ -345,15 +370,30 @@ def _complete(work: Any, final: Any, manifest: CheckpointManifest) -> Any:
     return final
 
 
-def _prune(root: Any, *, newest_kept: int) -> None:
-    """Remove what a newer checkpoint has made needless: older temporaries and torn `.tmp` folders."""
+def _temporaries(root: Any) -> set[int]:
+    """The steps of the temporary checkpoints that are there."""
+    found = set()
     for path in folders(root):
         with contextlib.suppress(OSError, ValueError):  # what cannot be read is left for whoever looks into it
-            if int(path.name[5:]) < newest_kept and read_manifest(path).kind == "temporary":
-                remove(path)
-    for path in root.iterdir():
-        if path.name.startswith("step_") and path.name.endswith(".tmp"):
+            if (manifest := read_manifest(path)).kind == "temporary":
+                found.add(manifest.step)
+    return found
+
+
+def _prune(root: Any, temporaries: set[int], *, newest_kept: int) -> set[int]:
+    """Remove what a newer checkpoint has made needless: older temporaries, whose steps are returned, and torn folders.
+
+    One that was made permanent meanwhile (a fork goes on from it) stays (F25).
+    """
+    old = {step for step in temporaries if step < newest_kept}
+    for step in old:
+        with contextlib.suppress(OSError, ValueError):
+            if read_manifest(folder(root, step)).kind == "temporary":
+                remove(folder(root, step))
+    if is_local(root):
+        for path in root.glob("step_*.tmp"):
             remove(path)
+    return old
 
 
 @contextlib.contextmanager
