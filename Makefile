@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint setup prove-miniature prove-model prove-exchange bench-envs bench-train-step clean
+.PHONY: run test lint setup prove-miniature prove-model prove-exchange prove-boring bench-envs bench-train-step clean
 
 run: $(STAMP)  ## install, then train the miniature on real text (about 4 minutes on two cores)
 	@$(BIN)/noon run experiments/miniature.py
@@ -27,6 +27,9 @@ prove-model: $(STAMP)  ## everything issue 3 wants of model and optimiser; write
 
 prove-exchange: $(STAMP)  ## everything issue 4 wants of exchanges, meshes and rehearsals; writes proofs/exchange.json (an hour)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[rehearse-gpu,rehearse-tpu]' && $(BIN)/python -m proofs.exchange
+
+prove-boring: $(STAMP)  ## everything issue 5 wants: faults, restarts, saves, sentinels; writes proofs/boring.json (half an hour, idle machine)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check orbax-checkpoint && $(BIN)/python -m proofs.boring
 
 bench-envs:  ## environments of the peers, in .venv-bench (minutes, some GB)
 	@$(PYTHON) -m venv .venv-bench/torch && .venv-bench/torch/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "transformers>=5,<6"

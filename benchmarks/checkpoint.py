@@ -1,6 +1,6 @@
 """A state of 1 GB kept and brought back: ours, orbax, and a plain copy of the same bytes, in turns, in one run.
 
-    python benchmarks/checkpoint.py [--megabytes 1000] [--repeats 5] [--write]
+    python benchmarks/checkpoint.py [--megabytes 1000] [--repeats 7] [--write]
 
 Save: from the call to the moment when the checkpoint is complete on the disk (fsync). Restore: until every array is on the
 device, verified where the contestant verifies. Copy: read the file of the same bytes, write it elsewhere, fsync; it stands
@@ -29,10 +29,13 @@ def main() -> None:
     """Print a table, and with --write keep it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     asked = parser.parse_args()
     found = measure(asked.megabytes, asked.repeats)
+    if asked.json:
+        return print(json.dumps(found))
     for name, figures in found["contestants"].items():
         print(f"{name:10} " + "  ".join(f"{key} {value:7.3f}" for key, value in figures.items()))
     if asked.write:
