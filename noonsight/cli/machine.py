@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def _findings(root: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(nearest).free / 2**30
     yield free >= 2, f"{free:.1f} GiB free at {root}", "Free some space, or choose another folder with --root"
     there = next(path for path in (root.absolute(), *root.absolute().parents) if os.path.lexists(path))
-    writable = there.is_dir() and os.access(there, os.W_OK)
+    writable = there.is_dir() and _takes_a_file(there)
     found = f"{root} {'can' if writable else 'cannot'} be written"
     yield writable, found, "Choose another folder with --root, or change its permissions"
     yield _huge_pages()
@@ -74,6 +75,15 @@ def _kernels() -> Finding:
         return True, "bfloat16 products: by XLA, the processor has no unit for them", ""
     found = f"bfloat16 products: {unit}, {'with' if shutil.which('g++') else 'but without'} g++ for our kernels"
     return shutil.which("g++") is not None, found, "Install g++: such training is about twice as fast with them"
+
+
+def _takes_a_file(folder: Path) -> bool:
+    """Whether a file can be made there. Permissions alone do not say: a file system may refuse whoever asks."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _huge_pages() -> Finding:

@@ -227,7 +227,7 @@ def test_help_names_every_verb_and_loads_nothing_heavy():
         f"finally:\n    used = resource.getrusage(resource.RUSAGE_SELF).ru_utime\n"
         f"    print('heavy', sorted({heavy} & set(sys.modules)), used < 0.5)\n"
     )
-    for verb in ("run", "show", "check", "sql", "site", "count", "export", "prune", "doctor"):
+    for verb in ("run", "show", "check", "sql", "site", "count", "drill", "export", "prune", "doctor"):
         assert f" {verb} " in done.stdout
     assert done.stdout.splitlines()[-1] == "heavy [] True" and "Exit codes" in done.stdout
 
@@ -239,6 +239,7 @@ def test_doctor_says_what_to_do(tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     assert noon(["doctor", "--root", str(tmp_path / "file")]) == 1
     assert "Choose another folder with --root" in capsys.readouterr().out
+    assert noon(["doctor", "--root", "/proc/voyages"]) == 1, "it may be written there by its permissions only"
 
 
 def test_no_line_of_a_run_is_wide_even_under_long_paths(tmp_path, capsys):

@@ -338,9 +338,10 @@ def parts(root, claims, ranks):
 
 
 @pytest.mark.parametrize("address", ["local", "memory://kept"])
-def test_ranks_write_their_parts_and_the_first_completes_them(tmp_path, owned, address):
+def test_ranks_write_their_parts_and_the_first_completes_them(tmp_path, owned, address, monkeypatch):
     from upath import UPath
 
+    monkeypatch.setattr(storage, "INVISIBLE_S", 0.0)
     root = root_of(tmp_path) if address == "local" else UPath(f"{address}/{tmp_path.name}")
     nothing, path = parts(root, [owned, owned], (1, 0))
     assert nothing is None and [each.name for each in folders(root)] == ["step_00000006"]

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from noonsight.logbook.record import CheckpointManifest
+from noonsight.train.checkpoint import storage
 from noonsight.train.checkpoint.storage import folder, folders, patiently, read_manifest, read_range, size_of
 from noonsight.train.groups import by_path, like
 
@@ -63,7 +64,7 @@ def verify(path: Any) -> str | None:
     if folder(path.parent, manifest.step).name != path.name:
         return f"manifest.json says step {manifest.step}"
     for name, fact in manifest.files.items():
-        size = patiently(lambda name=name: size_of(path / name), 10.0 if path.exists() and _is_remote(path) else 0.0)
+        size = patiently(lambda name=name: size_of(path / name), storage.INVISIBLE_S if _is_remote(path) else 0.0)
         if size is None:
             return f"{name} is missing"
         if size != fact["bytes"]:

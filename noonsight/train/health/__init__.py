@@ -6,7 +6,7 @@ green (never spoke), amber (spoke), red (still speaking at the end), unmeasured 
 a dense model has no experts, and silence about them is no good news).
 """
 
-from noonsight.train.health.rules import RULES, SPIKE_STEPS, WINDOW, spike
+from noonsight.train.health.rules import RULES, SPIKE_STEPS, WINDOW, Rule, spike
 from noonsight.train.health.watcher import Health, measure_batch
 
-__all__ = ["RULES", "SPIKE_STEPS", "WINDOW", "Health", "measure_batch", "spike"]
+__all__ = ["RULES", "SPIKE_STEPS", "WINDOW", "Health", "Rule", "measure_batch", "spike"]

@@ -125,10 +125,13 @@ def _with_warnings(found: Found, said: str) -> Found:
 def _explained(job: Job, said: str, code: int) -> str:
     extra = {"cuda": "rehearse-gpu", "tpu": "rehearse-tpu"}.get(job.machine.chip.platform)
     missing = ("PTX compilation provider", "No module named 'libtpu'", "unable to find libtpu", "Backend 'cuda'")
-    absent = any(name in said for name in (*missing, "Failed to find", "Unknown backend", "no PJRT plugin"))
+    absent = any(
+        name in said
+        for name in (*missing, "Failed to find", "Unknown backend", "no PJRT plugin", "topology not implemented")
+    )
     if extra and absent:
         return (
-            f"this computer cannot compile for {job.target}: it lacks the compiler. Install noonsight[{extra}] "
+            f"this computer cannot compile for {job.target}: it lacks the compiler. Install it with: pip install 'noonsight[{extra}]' "
             f"({_last_words(said)})"
         )
     return f"the step does not compile for {job.target} (exit code {code}): {_last_words(said)}"
