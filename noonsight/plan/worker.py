@@ -168,11 +168,14 @@ def _seconds_before(out: Path, old: record.Run | None) -> float:
     """Wall seconds of earlier attempts; one that was killed counts from its start to its last heartbeat."""
     if old is None:
         return 0.0
-    starts = [event.at for event in read.events(out) if event.kind == "start"]
+    starts = [event for event in read.events(out) if event.kind == "start"]
     last = read.last_progress(out)
     if old.ended_at is not None or not starts or last is None:
         return old.seconds
-    alive = datetime.fromisoformat(last.at) - datetime.fromisoformat(starts[-1])
+    began = starts[-1].data.get("monotonic")
+    if began is not None and last.monotonic >= began:  # the date may have been set meanwhile
+        return old.seconds + last.monotonic - began
+    alive = datetime.fromisoformat(last.at) - datetime.fromisoformat(starts[-1].at)
     return old.seconds + max(0.0, alive.total_seconds())
 
 

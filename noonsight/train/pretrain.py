@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
     from noonsight.model.program import Program
 
+COPIES = 2
+"""Checkpoints that there must be room for when a run starts: the one that is kept and the one that is written."""
 GIVE_WAY_S = 5e-4
 """How long the loop waits at most for another thread of Python, such as one that saves (5 ms by default: a tenth of a
 small model's step)."""
@@ -193,6 +195,9 @@ def _first_state(run: _Run, pieces: list[tuple[PretrainConfig, Part]], parent: P
         run.journal.event,
         _lay_out(run, piece, optimizer),
     )
+    if run.ranks.first:  # better told now than at the first save
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
+        checkpoint.require_space(root, COPIES * sum(sizes))
     return pass_over(state, {*run.config.skip_steps, *passed_over})
 
 

@@ -7,8 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
-from noonsight.logbook.record import Artifact
-from noonsight.logbook.write import Writer
+from noonsight.logbook.record import Artifact, Placement, encode
+from noonsight.logbook.write import Writer, write_atomic
 from noonsight.train import recover
 
 
@@ -24,23 +24,26 @@ def play(part: str, out: Path, writer: Writer) -> Artifact:
     if ranks.first:
         for step in range(1, 4):
             writer.progress(step, 9, rate=1000.0)
-    if part == "killed-first" and writer.attempt == 1 and ranks.rank == 1:
+    if writer.attempt == 1 and ranks.rank == 1:
+        if part == "killed-and-fewer":
+            write_atomic(out / "placement.json", encode(Placement(num_devices=2, hang_floor_s=20.0)))
         os.kill(os.getpid(), signal.SIGKILL)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
-    placed = place_batch(lambda step, rows: np.full((4, 3), 1.0, np.float32)[rows], 4, sharding, ranks)(0)
+    placed = place_batch(lambda step, rows=slice(None): np.full((4, 3), 1.0, np.float32)[rows], 4, sharding, ranks)(0)
     add = jax.jit(lambda x: x.sum())
     stopped = 0
     for turn in range(1, 9):
-        if "stop" in ranks.next_turn({"stop": ranks.rank == 1 and turn == 3}):
+        if "stop" in ranks.next_turn({"stop": ranks.rank == ranks.count - 1 and turn == 3}):
             stopped = turn
             break
         total = float(add(placed))
     assert whole(placed).shape == (4, 3)
-    every = jax.make_array_from_process_local_data(sharding, np.full((2,), stopped, np.float32))
+    mine = np.full((jax.local_device_count(),), stopped, np.float32)
+    every = jax.make_array_from_process_local_data(sharding, mine)
     turns = [int(each) for each in whole(every)]
     if ranks.first:
         writer.progress(4, 9, rate=1000.0)
-    return Artifact(facts={"total": total, "attempt": writer.attempt, "stopped": turns[::2]})
+    return Artifact(facts={"total": total, "attempt": writer.attempt, "stopped": turns[::2], "devices": jax.device_count()})
 
 
 if __name__ == "__main__":

@@ -74,6 +74,12 @@ def test_a_gang_is_restarted_whole_when_one_rank_is_killed(tmp_path):
     assert facts["stopped"] == [5, 5], "a wish of rank 1 alone stops both before the same turn"
 
 
+def test_a_gang_goes_on_with_fewer_devices_when_told_so(tmp_path):
+    facts = gang(tmp_path, "killed-and-fewer")
+    assert (facts["devices"], facts["attempt"], facts["total"]) == (2, 2, 12.0)
+    assert facts["stopped"] == [3], "alone a wish is heard at once"
+
+
 def test_processes_must_share_the_devices(tmp_path):
     with pytest.raises(ValueError, match="shares 4 devices among 3 processes, which leaves a remainder"):
         start([sys.executable], tmp_path, Placement(num_devices=4, num_processes=3))

@@ -100,11 +100,11 @@ def start(command: Sequence[str], out: Path, placement: Placement) -> Gang:
     gang = Gang(ranks=[], logs=[], log_starts=[])
     try:
         shared = os.environ | placement.environment | {PARENT: str(os.getpid())}
+        shared |= {"XLA_FLAGS": _with_devices(shared.get("XLA_FLAGS", ""), placement.num_devices // count)}
         if count > 1:
             address = f"127.0.0.1:{_free_port()}"
             gang.coordinator = _start_coordinator(address, count, out, shared)
             shared |= {COORDINATOR: address, RANKS: str(count), FENCE: str(_next_fence(out))}
-            shared |= {"XLA_FLAGS": _with_devices(shared.get("XLA_FLAGS", ""), placement.num_devices // count)}
         for rank in range(count):
             log = out / ("worker.log" if rank == 0 else f"worker.{rank}.log")
             process, begins = _open(command, out, log, shared | {RANK: str(rank)})
