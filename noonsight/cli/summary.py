@@ -34,7 +34,10 @@ def experiment(root: Path, found: record.ExperimentRecord) -> dict[str, Any]:
         "question": found.question,
         "expected": found.expected,
         "status": found.status,
-        "stages": [_stage_line(address, run) for address, run in zip(found.stages, runs)],
+        "stages": [
+            {**_stage_line(address, run), "incidents": _incidents(out)}
+            for address, run, out in zip(found.stages, runs, folders)
+        ],
         "prediction": _prediction(prediction),
         "started_at": predicted.started_at if predicted is not None else found.started_at,
         "result": verdict.result if verdict is not None else None,
@@ -60,6 +63,7 @@ def stage(out: Path, run: record.Run) -> dict[str, Any]:
         "receipts": [msgspec.to_builtins(receipt) for receipt in read.receipts(out)],
         "tables": read.tables(out),
         "time": _time(out),
+        "incidents": _incidents(out),
     }
 
 
@@ -87,6 +91,7 @@ def lines(report: dict[str, Any], *, whole: bool) -> list[str]:
     for each in report["stages"]:
         seconds = f"{each['seconds']:.1f} s" if each["seconds"] is not None else ""
         found.append(f"  {each['stage']:24}  {each['status']:11}  {seconds:>9}  {each['sentence']}".rstrip())
+        found += ["  " + line for line in _incident_lines(each["incidents"])]
     if report["site"]:
         found.append(f"pages: {report['site']}")
     return [clip(line) for line in found]
@@ -99,7 +104,7 @@ def stage_lines(report: dict[str, Any], *, whole: bool) -> list[str]:
     found.append(f"{report['status']}, {report['seconds']:.1f} s, started {report['started_at']}")
     if report["error"]:
         found.append(f"error: {report['error']}")
-    found += _time_lines(report["time"])
+    found += _time_lines(report["time"]) + _incident_lines(report["incidents"])
     found += [f"  input {name}: {source['stage']}" for name, source in report["inputs"].items()]
     for part in ("config", "facts", "metrics", *(("code", "files") if whole else ())):
         found += [f"  {part} {name}: {value}" for name, value in report[part].items()]
@@ -131,6 +136,24 @@ def _time_lines(time: dict[str, Any] | None) -> list[str]:
             f"  lost to {cause}: {lost['times']} times, {lost['steps']} steps done again, {lost['seconds']:.1f} s"
         )
     return found
+
+
+def _incidents(out: Path) -> list[dict[str, Any]]:
+    """What interrupted the training of `out`, as its page lists it."""
+    from noonsight.atlas.charts import incidents
+    from noonsight.atlas.voyage import open_folder
+
+    return incidents(open_folder(out)) if (out / "metrics.jsonl").exists() else []
+
+
+def _incident_lines(incidents: Sequence[dict[str, Any]]) -> list[str]:
+    """How often a run was interrupted, and the last word on the last time."""
+    if not incidents:
+        return []
+    last = incidents[-1]
+    where = "" if last["step"] is None else f" at step {last['step']}"
+    count = "1 incident" if len(incidents) == 1 else f"{len(incidents)} incidents, the last"
+    return [f"  {count}{where}: {last['texts'][-1]}"]
 
 
 def _aligned(rows: Sequence[Sequence[Any]]) -> list[str]:
