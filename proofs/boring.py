@@ -47,6 +47,7 @@ def main() -> int:
     figures["benchmark"] = measured([*python, "benchmarks.checkpoint", "--json"], kept / "benchmark.json")
     figures["drills"] = [drilled(*each, kept) for each in DRILLS]
     figures["sentinels"] = measured([*python, "proofs.sentinels"], kept / "sentinels.json")
+    figures["devices"] = measured([*python, "proofs.device_counts"], kept / "devices.json")
     figures["summary"] = summary(figures)
     figures["minutes"] = round((time.monotonic() - started) / 60, 1)
     text = json.dumps(figures, indent=1) + "\n"
@@ -119,6 +120,7 @@ def summary(figures: dict[str, Any]) -> list[dict[str, Any]]:
     planted = figures["sentinels"]["planted"]
     told = [each for each in planted if each["steps"] is not None and each["steps"] <= 50]
     whole = [each for drill in figures["drills"] for each in drill["clocks"] if each["supervisors"] == 1]
+    devices = figures["devices"]
     return [
         line("random faults that struck", sum(each["faults"] for each in facts), ">=", 200),
         line("of them not recovered from", sum(each["faults"] - each["recovered"] for each in facts), "=", 0),
@@ -137,6 +139,9 @@ def summary(figures: dict[str, Any]) -> list[dict[str, Any]]:
         line(f"sentinels whose planted fault was told within 50 steps, of {len(planted)}", len(told), "=", len(planted)),
         line(f"false alarms in {figures['sentinels']['clean_steps']} clean steps", len(figures["sentinels"]["false_alarms"]), "<=", 1),
         line("clean steps", figures["sentinels"]["clean_steps"], ">=", 10_000),
+        line("numbers of devices that saw other samples after a resume, of 1, 2, 4, 8", sum(not each["same_samples"] for each in devices), "=", 0),
+        line("the same: losses from one device, relative", max(each["losses_off"] for each in devices), "<=", 1e-6),
+        line("the same: numbers whose second run gave other bits", sum(not each["same_bits_again"] for each in devices), "=", 0),
         line(f"goodput's parts from the wall clock, worst of {len(whole)} runs under one supervisor, s", max(each["off_s"] for each in whole), "<=", 1),
     ]  # fmt: skip
 
