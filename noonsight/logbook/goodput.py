@@ -62,6 +62,10 @@ def account(out: Path) -> Goodput | None:
     starts = [event for event in events if event.kind == "start"]
     if starts:
         parts["start"] += max(0.0, _wall_s(starts[0].at, beats[0].at))
+    own = read.metrics(out, attempts="all").get("step_s")
+    step_s = (
+        {(attempt, step): value for attempt, step, value in zip(own.attempts, own.steps, own.values)} if own else {}
+    )
     furthest, cause = 0, None
     for attempt in _attempts(beats):
         if attempt[0] is not beats[0]:
@@ -71,7 +75,7 @@ def account(out: Path) -> Goodput | None:
             parts["down"] += gap - idle
             parts[UNATTENDED] += idle
             lost[cause] = _more(lost.get(cause, Lost()), times=1, seconds=gap - idle)
-        furthest = _account_attempt(attempt, furthest, cause, parts, lost)
+        furthest = _account_attempt(attempt, furthest, cause, step_s, parts, lost)
     ended = read.run(out)
     if ended is not None and ended.ended_at is not None:
         parts["save"] += max(0.0, _wall_s(beats[-1].at, ended.ended_at))
@@ -80,7 +84,12 @@ def account(out: Path) -> Goodput | None:
 
 
 def _account_attempt(
-    beats: Sequence[Progress], furthest: int, cause: str | None, parts: dict[str, float], lost: dict[str, Lost]
+    beats: Sequence[Progress],
+    furthest: int,
+    cause: str | None,
+    step_s: dict[tuple[int, int], float],
+    parts: dict[str, float],
+    lost: dict[str, Lost],
 ) -> int:
     """Add the stretches of one attempt to `parts`, and those before it was where the last one had been to what `cause` has
     lost; the furthest step there is now.
@@ -89,6 +98,12 @@ def _account_attempt(
     for before, after in pairwise(beats):
         seconds = max(0.0, after.monotonic - before.monotonic)
         name = before.phase
+        if name == "compile" and after.step > before.step:  # no sign of life between the compilation and the first step
+            compiling = max(0.0, seconds - step_s.get((after.attempt, after.step - 1), 0.0))
+            parts["compile"] += compiling
+            if cause is not None:
+                lost[cause] = _more(lost[cause], seconds=compiling)
+            name, seconds = "run", seconds - compiling
         if name in ("run", "done"):
             name = "repeated" if after.step <= furthest and after.step > before.step else "useful"
         parts[name] += seconds

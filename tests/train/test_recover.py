@@ -12,6 +12,7 @@ import pytest
 from noonsight.logbook import claim as claims
 from noonsight.logbook import read
 from noonsight.logbook.claim import claim
+from noonsight.logbook.goodput import account
 from noonsight.logbook.record import Fault, Placement, Progress, encode
 from noonsight.logbook.write import LogbookError, Writer
 from noonsight.train import checkpoint, recover
@@ -30,6 +31,18 @@ def supervised(out, module, *argv, **placement):
 
 def kinds(out):
     return [event.kind for event in read.events(out)]
+
+
+def test_goodput_adds_up_to_the_wall_clock_of_a_frozen_and_restarted_worker(tmp_path):
+    began = time.monotonic()
+    with claim(tmp_path, "stage") as owned:
+        Writer(tmp_path, owned).event("start", "starts", data={"monotonic": began})
+    supervised(tmp_path, "puppet", "stop-first")
+    wall_s = time.monotonic() - began
+    found = account(tmp_path)
+    assert found.wall_s == pytest.approx(wall_s, abs=1.0)
+    assert sum(found.parts.values()) == pytest.approx(found.wall_s, abs=0.01)
+    assert found.parts["down"] >= 0.2 and list(found.lost) == ["hang"] and found.lost["hang"].times == 1
 
 
 @pytest.mark.parametrize(
