@@ -141,7 +141,8 @@ def _content(out: Path, address: str, prediction: Prediction, clock: datetime, s
 
 def _training(out: Path, clock: datetime, steps: int, *, last: float, seconds: float, kill: int | None) -> None:
     nats = last * NATS
-    lines, events, attempt, extra, replay = [], [], 0, 0.0, {}
+    lines, events, beats, attempt, extra, replay = [], [], [], 0, 0.0, {}
+    of, pace = max(steps, 1348) if kill else steps, (seconds - 5)
     order = list(range(steps))
     if kill is not None:
         order = [*range(kill), *range(kill - 12, steps)]
@@ -151,14 +152,21 @@ def _training(out: Path, clock: datetime, steps: int, *, last: float, seconds: f
             events = _kill_events(clock + timedelta(seconds=kill * seconds / steps), kill)
         values = replay.get(step) or _measurements(step, steps, nats)
         replay[step] = values
-        at = clock + timedelta(seconds=0.4 + extra + index * (seconds - 5) / max(1, len(order)))
+        since = 0.4 + extra + index * pace / max(1, len(order))
+        at = clock + timedelta(seconds=since)
+        if index in (0, kill):
+            phases = (("start", 0.38 if index == 0 else 1.6), ("compile", 0.3 if index == 0 else 0.7))
+            beats += [_beat(clock, since - ago, step, of, attempt, phase) for phase, ago in phases]
+        beats.append(_beat(clock, since, step + 1, of, attempt, "run"))
         lines.append(encode({"step": step, "attempt": attempt, "at": _iso(at), **values}))
     _write(out / "metrics.jsonl", b"\n".join(lines) + b"\n")
     _write(out / "events.jsonl", b"".join(encode(event) + b"\n" for event in events))
-    progress = Progress(
-        step=steps, of=max(steps, 1348) if kill else steps, at=_iso(at), monotonic=1.0, attempt=attempt, rate=6.7
-    )
-    _write(out / "progress.jsonl", encode(progress) + b"\n")
+    _write(out / "progress.jsonl", b"".join(encode(beat) + b"\n" for beat in beats))
+
+
+def _beat(clock: datetime, since: float, step: int, of: int, attempt: int, phase: str) -> Progress:
+    at = _iso(clock + timedelta(seconds=since))
+    return Progress(step=step, of=of, phase=phase, at=at, monotonic=1.0 + since, attempt=attempt, rate=6.7)
 
 
 def _measurements(step: int, steps: int, last: float) -> dict[str, Any]:
@@ -204,7 +212,14 @@ def _kill_events(moment: datetime, step: int) -> list[Event]:
             cause="injected",
             step=step,
         ),
-        Event(at=_iso(moment), kind="killed", text="The worker was killed from outside.", cause="injected", step=step),
+        Event(
+            at=_iso(moment),
+            kind="killed",
+            text="The worker was killed from outside.",
+            cause="injected",
+            step=step,
+            data={"attempt": 0},
+        ),
         Event(at=_iso(later), kind="restored", text=f"Went on from step_{resumed:08d}.", step=resumed, attempt=1),
         Event(
             at=_iso(later),

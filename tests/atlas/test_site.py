@@ -141,6 +141,14 @@ def test_the_run_page_says_how_it_went(root: Path):
     }  # fmt: skip
 
 
+def test_the_run_page_shows_where_the_time_went_and_what_was_lost_to_what(root: Path):
+    data = run.collect(root, experiment="miniature", stage="target@1")["time"]
+    assert sum(part["seconds"] for part in data["parts"]) == pytest.approx(data["wall_s"], abs=0.01)
+    assert [(row["cause"], row["times"], row["steps"]) for row in data["lost"]] == [("injected", 1, 12)]
+    text = text_of(root / TARGET)
+    assert "went into steps that count (goodput)" in text and "Lost by cause" in text and "repeated" in text
+
+
 def test_the_front_page_answers_the_three_questions(root: Path):
     data = front.collect(root)
     assert data["sentence"] == "One voyage, nothing running, one prediction met, nothing unexplained."
