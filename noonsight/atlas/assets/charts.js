@@ -302,7 +302,8 @@
     }
     const where = state.axis === "time" ? clock(x) : `${short(x)} tokens`;
     const place = step === null ? axisTick(x) : `step ${step.toLocaleString("en")}${state.axis === "step" ? "" : `, ${where}`}`;
-    plot.reading.textContent = `${place}: ${parts.join(" · ")}`;
+    const mark = data.marks.find((each) => Math.abs(u.valToPos(toAxis(data.run, each.step), "x") - left) < 6);
+    plot.reading.textContent = `${place}: ${parts.join(" · ")}${mark ? ` · ${mark.text}` : ""}`;
   }
 
   // ---- taking away ------------------------------------------------------------------------------------------------
