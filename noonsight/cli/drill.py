@@ -9,9 +9,8 @@ from typing import Annotated
 
 import cyclopts
 
+from noonsight.cli.plan import VOYAGES, render
 from noonsight.logbook.record import FaultKind
-
-VOYAGES = Path("voyages")
 
 
 def drill(
@@ -55,7 +54,7 @@ def drill(
     source = load_experiment(file)
     made = drilling.experiment(source, training_stage(source, stage), kills, seed, tuple(only))
     screen = Screen(io.StringIO()) if json else Screen()
-    code = drilling.run_drill(file, root, made, screen=screen)
+    code = drilling.run_drill(file, root, made, screen=screen, after=None if json else render)
     out = root / made.name / made.ordered()[-1].address
     if not (out / "drill.json").is_file():
         if json:
@@ -67,5 +66,6 @@ def drill(
     else:
         for name, value in facts.items():
             print(f"  {name.replace('_', ' '):26} {value}")
+        print(f"pages: {root / 'site' / 'index.html'}")
     record = read.run(out)
     return 0 if record is not None and record.status == "done" else 1

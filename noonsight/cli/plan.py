@@ -24,7 +24,7 @@ def run(file: Path, *, root: Path = VOYAGES, accept_code: bool = False) -> int:
     print(line if len(line) <= COLUMNS else line.replace(": results in ", "\nresults in "), flush=True)
     from noonsight.plan.runner import run_experiment
 
-    code = run_experiment(file, root, accept_code=accept_code, after=_render)
+    code = run_experiment(file, root, accept_code=accept_code, after=render)
     page = root / "site" / "index.html"
     if page.is_file():
         print(f"pages: {page}")
@@ -58,7 +58,8 @@ def prune(*, root: Path = VOYAGES, apply: bool = False) -> int:
     return 0
 
 
-def _render(root: Path) -> None:
+def render(root: Path) -> None:
+    """Make the pages; a failure is told and does no harm."""
     from noonsight.atlas.site import build_site
 
     try:

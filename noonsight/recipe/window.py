@@ -21,12 +21,13 @@ from noonsight.scaling import forecast as forecasting
 from noonsight.scaling import ladder, register, transfer
 from noonsight.scaling.ladder import Rung
 from noonsight.tokens import mixture, store, tokenizer
-from noonsight.train.config import OptimizerConfig, PretrainConfig
+from noonsight.train.config import OptimizerConfig, Phase, PretrainConfig
 
 __all__ = [
     "Corpus",
     "Experiment",
     "Fault",
+    "Phase",
     "Placement",
     "Stage",
     "curate",
@@ -193,6 +194,8 @@ def pretrain(
     until: int | None = None,
     parent: Stage | None = None,
     first_step: int = 0,
+    phases: tuple[Phase, ...] = (),
+    skip_steps: tuple[int, ...] = (),
 ) -> Stage:
     """One run, a supervisor above its worker. With `prediction` it cannot start before that forecast is frozen.
 
@@ -201,7 +204,8 @@ def pretrain(
     both or neither, when a rate of the recipe sits on its clamp, or when rung and model differ in size.
 
     A run in parts: one that stops at step `until` of its rung, and one that goes on from the state which `parent` kept
-    at `first_step` (a checkpoint of it). Schedule and mixture are those of the whole rung in both.
+    at `first_step` (a checkpoint of it). Schedule and mixture are those of the whole rung in both. `phases`: what changes
+    at named steps within one run (`train.config.Phase`). `skip_steps`: batches that nothing is learned from.
     """
     _require_same_size(rung, model)
     if (beta2 is None) == (optimizer is None):
@@ -218,6 +222,8 @@ def pretrain(
         hash_every=hash_every,
         first_step=first_step,
         horizon=None if until is None else rung.num_steps,
+        phases=phases,
+        skip_steps=skip_steps,
     )
     if (parent is None) != (first_step == 0):
         raise ValueError(f"pretrain: {rung.name} needs both a parent and its first_step, or neither")

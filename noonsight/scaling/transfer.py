@@ -177,7 +177,10 @@ def require_unclamped(rates: Rates, run: str) -> Rates:
         values = ", ".join(f"{name} = {getattr(rates, name):g}" for name in rates.clamped)
         raise ValueError(
             f"{run}: {values} is clamped, so this run would not follow the transfer rule and would bend the ladder. "
-            "Give it more tokens, more width or a smaller batch; a beta2 may be declared with transfer.declare."
+            "Give it more tokens, more width or a smaller batch; a beta2 may be declared with transfer.declare. A run that is "
+            "no rung of a ladder may take the clamped values as its own: optimizer=OptimizerConfig("
+            f"adam_lr={rates.adam_lr:.4g}, matrix_lr={rates.matrix_lr:.4g}, beta2={rates.beta2:.4g}, epsilon={rates.epsilon:.3g}), "
+            "from noonsight.train.config; with kind='adamw' matrix_lr is not used."
         )
     return rates
 

@@ -6,7 +6,7 @@ import pytest
 
 from noonsight.model.families import miniature
 from noonsight.plan.stage import Stage
-from noonsight.recipe.window import forecast, pretrain, spell
+from noonsight.recipe.window import Phase, forecast, pretrain, spell
 from noonsight.scaling.ladder import MINIATURE, MINIATURE_TARGET
 from noonsight.tokens.tokenizer import AlphabetConfig, write_alphabet
 
@@ -44,3 +44,9 @@ def test_a_rung_of_another_size_is_refused(change, message):
 def test_a_forecast_is_about_the_model_of_its_target():
     with pytest.raises(ValueError, match="'target' has width = 96, but the model beside it has 64"):
         forecast([run(RUNG, MODEL)], MINIATURE_TARGET, MODEL)
+
+
+def test_phases_and_skipped_steps_reach_the_config():
+    phase = Phase(name="capped", from_step=10, model=replace(MODEL, exchange="pooled", capacity_factor=1.5))
+    stage = pretrain(RUNG, CORPUS, model=MODEL, seed=0, beta2=0.98, phases=(phase,), skip_steps=(3,))
+    assert stage.config.parts()[1].model.exchange == "pooled" and stage.config.skip_steps == (3,)

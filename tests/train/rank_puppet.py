@@ -43,7 +43,9 @@ def play(part: str, out: Path, writer: Writer) -> Artifact:
     turns = [int(each) for each in whole(every)]
     if ranks.first:
         writer.progress(4, 9, rate=1000.0)
-    return Artifact(facts={"total": total, "attempt": writer.attempt, "stopped": turns[::2], "devices": jax.device_count()})
+    return Artifact(
+        facts={"total": total, "attempt": writer.attempt, "stopped": turns[::2], "devices": jax.device_count()}
+    )
 
 
 if __name__ == "__main__":

@@ -179,6 +179,7 @@
   function drawMarks(plot, u) {
     clipped(u, (ctx) => {
       ctx.font = font(11);
+      const taken = [];  // where words stand already
       for (const mark of data.marks) {
         const x = Math.round(u.valToPos(toAxis(data.run, mark.step), "x", true));
         const reach = 5 * devicePixelRatio;
@@ -195,7 +196,10 @@
         ctx.fill();
         const width = ctx.measureText(mark.text).width + 2 * reach;
         const left = x - width > u.bbox.left, right = x + width < u.bbox.left + u.bbox.width;
-        if (plot.main && (left || right)) {  // where there is no room, the table of incidents says it
+        const span = right ? [x, x + width] : [x - width, x];
+        const free = taken.every(([from, to]) => span[1] < from || span[0] > to);
+        if (plot.main && (left || right) && free) {  // where there is no room, the table of incidents says it
+          taken.push(span);
           ctx.textAlign = right ? "left" : "right";
           ctx.fillText(mark.text, x + (right ? 2 : -2) * reach, u.bbox.top + 3 * reach);
         }
