@@ -208,11 +208,9 @@ def pretrain(
     at named steps within one run (`train.config.Phase`). `skip_steps`: batches that nothing is learned from.
     """
     _require_same_size(rung, model)
-    if (beta2 is None) == (optimizer is None):
-        raise ValueError(f"pretrain: {rung.name} needs either beta2, for the hero recipe, or an optimizer of your own")
     config = PretrainConfig(
         model=model,
-        optimizer=hero_optimizer(rung, beta2=beta2) if optimizer is None else optimizer,
+        optimizer=_recipe(rung, beta2, optimizer),
         num_steps=rung.num_steps if until is None else until,
         batch_size=rung.batch_size,
         sequence_length=rung.sequence_length,
@@ -239,6 +237,14 @@ def pretrain(
         placement=placement or Placement(),
         prediction="prediction" if prediction is not None else None,
     )
+
+
+def _recipe(rung: Rung, beta2: float | None, optimizer: OptimizerConfig | None) -> OptimizerConfig:
+    if beta2 is not None and optimizer is None:
+        return hero_optimizer(rung, beta2=beta2)
+    if optimizer is not None and beta2 is None:
+        return optimizer
+    raise ValueError(f"pretrain: {rung.name} needs either beta2, for the hero recipe, or an optimizer of your own")
 
 
 def hero_optimizer(rung: Rung, *, beta2: float) -> OptimizerConfig:
