@@ -123,6 +123,8 @@ def test_a_spike_stands_far_out_of_noise():
     assert spike([*noise, 3.2]) is None and spike([*noise, 4.5]) > 12
     assert spike([3.0] * 50 + [3.1]) is None, "without noise every rise is many deviations; a fifth it must be"
     assert spike([*noise[:10], 9.0]) is None, "too early to tell"
+    scattered = list(0.006 * np.exp(0.8 * np.random.default_rng(1).standard_normal(50)))
+    assert spike([*scattered, 0.045]) is None and spike([*scattered, 900.0]) > 12
 
 
 def test_the_table_says_green_amber_red_and_unmeasured():

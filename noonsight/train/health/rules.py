@@ -71,15 +71,19 @@ class Rule:
 def spike(losses: Sequence[float]) -> float | None:
     """How many robust standard deviations (1.4826 x median absolute deviation) the last of `losses` lies above the median
     of those before it, where that is a spike: more than SPIKE_Z of them and SPIKE_RISE of the median. None otherwise, and
-    with fewer than 20 losses before it.
+    with fewer than 20 losses before it. Positive losses are compared by their logarithms: one that has come close to zero
+    scatters by factors.
     """
     *before, last = losses
     if len(before) < 20 or not math.isfinite(last):
         return None
+    risen = last - statistics.median(before) > SPIKE_RISE * abs(statistics.median(before))
+    if min(*before, last) > 0:
+        before, last = [math.log(loss) for loss in before], math.log(last)
     middle = statistics.median(before)
     spread = 1.4826 * statistics.median(abs(loss - middle) for loss in before)
     z = (last - middle) / max(spread, 1e-12)
-    return z if z > SPIKE_Z and last - middle > SPIKE_RISE * abs(middle) else None
+    return z if z > SPIKE_Z and risen else None
 
 
 def _non_finite(look: Look) -> str | None:
