@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -15,7 +16,8 @@ from noonsight.logbook.write import refusal
 from noonsight.plan.screen import Screen
 from noonsight.plan.worker import PARENT
 
-GRACE_S = 5.0  # between asking a stage to stop and killing it
+TERMINAL = "NOONSIGHT_TERMINAL"  # environment variable: file descriptor of a pipe to this screen
+GRACE_S = 5.0  # between asking a stage to stop and killing it, beyond what its placement grants its own processes
 ALLOCATOR = ("glibc.malloc.hugetlb=1",)  # transparent huge pages
 
 
@@ -30,24 +32,42 @@ def run_worker(out: Path, root: Path, placement: record.Placement, screen: Scree
     except OSError as error:
         raise refusal("write", out / "stderr.txt", error) from error
     started = record.now()
-    with errors:
+    told, tell = os.pipe()
+    os.set_blocking(told, False)
+    with errors, open(told, "rb", buffering=0) as notes:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "noonsight.plan.worker", str(out)],
             stdin=subprocess.DEVNULL,
             stdout=errors,
             stderr=errors,
-            env=environment(root, placement),
+            env={**environment(root, placement), TERMINAL: str(tell)},
+            pass_fds=(tell,),
             start_new_session=True,  # Ctrl-C reaches the runner alone, which then stops the group in order
         )
-    try:
-        screen.begin()
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(timeout=0.2)
-            beat = read.last_progress(out)
-            screen.progress(label, beat if beat is not None and beat.at >= started else None)
-    finally:
-        _end_group(child)
+        os.close(tell)
+        try:
+            return _watched(child, out, screen, label, started, notes)
+        finally:
+            _end_group(child, placement.grace_s + GRACE_S)
+            _pass_on(notes, screen, label)
+
+
+def _watched(
+    child: subprocess.Popen[bytes], out: Path, screen: Screen, label: str, started: str, notes: io.RawIOBase
+) -> int:
+    """Show heartbeats, and what the stage says that perhaps no file can hold, until it ends."""
+    screen.begin()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(timeout=0.2)
+        _pass_on(notes, screen, label)
+        beat = read.last_progress(out)
+        screen.progress(label, beat if beat is not None and beat.at >= started else None)
+
+
+def _pass_on(notes: io.RawIOBase, screen: Screen, label: str) -> None:
+    if said := notes.read(1 << 16):
+        screen.say(f"{label}  {said.decode(errors='replace').strip()}")
 
 
 def environment(root: Path, placement: record.Placement) -> dict[str, str]:
@@ -90,13 +110,13 @@ def _has_glibc() -> bool:
         return False
 
 
-def _end_group(child: subprocess.Popen[bytes]) -> None:
+def _end_group(child: subprocess.Popen[bytes], grace_s: float) -> None:
     """Ask, wait, kill. The guard in the group keeps the group's number from being given to anyone else meanwhile."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=GRACE_S)
+            child.wait(timeout=grace_s)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

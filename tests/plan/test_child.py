@@ -49,3 +49,9 @@ def test_the_record_says_what_the_worker_ran_with(voyage):
 
 def _unknown():
     raise ValueError("unrecognized configuration name")
+
+
+def test_what_no_file_can_hold_is_said_to_the_screen(voyage):
+    voyage.add("Stage(name='full', version='1', function=full, config=Config())")
+    code, said = voyage.run()
+    assert code == 0 and "full  Paused: the disk is full." in said

@@ -32,6 +32,12 @@ def number(config, inputs, out):
     return Artifact(facts={"value": config.value, "devices": read.placement(out).num_devices})
 
 
+def full(config, inputs, out):
+    """What no file can hold any more is said to the screen."""
+    os.write(int(os.environ["NOONSIGHT_TERMINAL"]), b"Paused: the disk is full.\n")
+    return Artifact()
+
+
 def double(config, inputs, out):
     value = int((inputs["number"] / "n.txt").read_text()) * 2
     (out / "n.txt").write_text(str(value))
