@@ -93,7 +93,7 @@ METRICS: Mapping[str, Metric] = Vocabulary(
         _metric(
             "ratio/update/", "1", "steady", "Size of the last change of one group relative to the size of the group."
         ),
-        _metric("skipped", "steps", "lower", "1 where the step consumed its batch but changed nothing, else 0."),
+        _metric("skipped", "steps", "lower", "1 where a step took its batch and nothing was learned from it."),
         _metric(
             "attention/gate_mean", "1", "steady", "Mean of the head gates; 1 at the start, near 0 means shut heads."
         ),

@@ -118,6 +118,14 @@ class Journal:
             append_line(rank_beats(self._out, self.ranks.rank), encode(beat))
         self.beat(step + 1, "run", text=f"loss {values['loss']:.4f}")
 
+    def passed_over(self, step: int) -> None:
+        """Write down that the batch of `step` was taken and nothing learned. The line also tells readers that what an
+        earlier attempt measured at this step belongs to a line of the run that was given up.
+        """
+        self.write_pending()
+        if self.ranks.first:
+            self._writer.metrics(step, {"skipped": 1.0})
+
     def hash(self, done: int, params: Any) -> None:
         """Record the hash of all parameters after `done` steps."""
         digest = params_hash(params)  # all ranks must come together for it

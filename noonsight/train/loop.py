@@ -65,6 +65,7 @@ def run_loop(
             for step in range(first, end):
                 if step in skipped:
                     state = skip_step(state)
+                    journal.passed_over(step)
                     continue
                 asked = ranks.next_turn(around.requests.take() | {"save": ranks.first and clock.is_due()})
                 if "stop" in asked:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from noonsight.logbook import claim as claims
@@ -183,6 +184,18 @@ def test_killed_on_purpose_resumes_bit_for_bit_like_an_undisturbed_run(tmp_path)
         (path / "manifest.json").write_text("{}")
     with pytest.raises(RunStopped, match="none can be trusted"):
         supervised(tmp_path / "calm", "toy", hang_floor_s=30)
+
+
+@pytest.mark.parametrize("bad_step", [20, 23])
+def test_a_bad_batch_is_passed_over_and_leaves_no_trace(tmp_path, bad_step):
+    """Also where the checkpoint is right before it, so that the next attempt measures nothing at that step."""
+    (tmp_path / "toy.json").write_text(json.dumps({"num_steps": 30, "bad_step": bad_step}))
+    facts = supervised(tmp_path, "toy", hang_floor_s=30)
+    assert facts["skipped_steps"] == [bad_step] and facts["restarts"] == 1
+    lived = read.metrics(tmp_path)
+    assert lived["loss"].steps == tuple(step for step in range(30) if step != bad_step)
+    assert lived["skipped"].steps == (bad_step,) and np.isfinite(lived["loss"].values).all()
+    assert {"bad-steps", "non-finite", "skipped", "restored"} <= set(kinds(tmp_path))
 
 
 def logged(out, losses, hashes, kill=True):
