@@ -122,7 +122,7 @@ def _plant(name: str, config: PretrainConfig, inputs: Mapping[str, Path], root: 
         since = curve.steps[int(np.argmin(curve.values))]
     told = [event.step for event in read.events(out) if _is_told(event, name)]
     first = min((step for step in told if step >= since), default=None)
-    after = 0 if name == "eval-gap" else 1  # an evaluation is numbered by completed steps
+    after = 0 if name.startswith("eval-") else 1  # an evaluation is numbered by completed steps
     return {
         "sentinel": name,
         "step": since,
@@ -273,6 +273,11 @@ def _overfitting(run: Run) -> Run:
     return replace(faulty, batch=lambda step: run.batch(0), evaluate=run.evaluate)
 
 
+def _nan_evaluated(run: Run) -> Run:
+    faulty = _config(evaluate_every=10)(run)
+    return replace(faulty, evaluate=lambda params, extra, step: {"eval/bits_per_byte": float("nan")})
+
+
 def _shut(run: Run) -> Any:
     class Nearly:
         """`jax.nn` as attention sees it: every gate all but shut."""
@@ -324,6 +329,7 @@ FAULTS: dict[str, tuple[Any, int]] = {  # the sentinel -> its fault, the step fr
     "document-ends": (_from(_endless), PLANTED),
     "empty-documents": (_from(_twice_ended), PLANTED),
     "missing-source": (_dry, PLANTED),
+    "eval-not-finite": (_nan_evaluated, 10),
     "eval-gap": (_overfitting, None),
 }
 

@@ -17,8 +17,8 @@ WINDOW = 50
 """Steps that most rules look back on: a fault is told within as many."""
 MEMORY = 500
 """Steps that are remembered, to know what is usual."""
-SPIKE_Z, SPIKE_RISE, SPIKE_STEPS = 12.0, 0.2, 2
-"""A loss is a spike at 12 robust standard deviations and a fifth above the median. The step and the one before it are
+SPIKE_Z, SPIKE_RISE, SPIKE_STEPS = 8.0, 0.2, 2
+"""A loss is a spike at 8 robust standard deviations and a fifth above the median. The step and the one before it are
 passed over: either may have done it."""
 KEPT_NORM = 1e-3  # hyperball groups keep their norm to 1e-5 in a thousand steps; a hundred times that is a fault
 LARGEST_BIAS = 20.0  # router scores are of order 1: the tokens do not choose any more
@@ -225,6 +225,11 @@ def _missing_source(look: Look) -> str | None:
     return None
 
 
+def _eval_not_finite(look: Look) -> str | None:
+    bad = [name for name, found in look.evaluations.items() if not math.isfinite(found[-1][1])]
+    return f"The evaluation gave no finite number for {', '.join(bad)}." if bad else None
+
+
 def _eval_gap(look: Look) -> str | None:
     for name, found in look.evaluations.items():
         step, value, train = found[-1]
@@ -334,6 +339,13 @@ RULES: tuple[Rule, ...] = (
         text=f"Every source gives at least a quarter of the rows that the mixture means it to give in {WINDOW} steps.",
         needs="data/share/",
         find=_missing_source,
+    ),
+    Rule(
+        name="eval-not-finite",
+        text="Every evaluation gives finite numbers.",
+        needs="eval/",
+        find=_eval_not_finite,
+        after="evaluation",
     ),
     Rule(
         name="eval-gap",
